@@ -1,0 +1,16 @@
+"""Linear Log-Normal attention: linear time and memory, matched to softmax attention by its moments."""
+
+from lln import reference
+from lln.functional import attention_matrix, block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.moments import match_moments
+from lln.state import LLNState
+
+__all__ = [
+    "LLNState",
+    "attention_matrix",
+    "block_diagonal_attention",
+    "lln_attention",
+    "lln_diag_attention",
+    "match_moments",
+    "reference",
+]

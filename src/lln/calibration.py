@@ -1,0 +1,152 @@
+"""How the matching curves are measured: `lln calibrate` writes what `curves.py` reads.
+
+Standard Gaussian queries and keys are drawn once for each head dimension and scaled, so that every curve is smooth, and
+everything runs in float64 on seeded generators and is rounded at the end: the same table comes out bit for bit.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.curves import PUBLISHED_A, PUBLISHED_B, PUBLISHED_HEAD_DIM
+
+SEED = 20260711
+DRAWS = 8
+HEAD_DIMS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+NUM_KEYS = (16, 64, 256, 1024, 4096, 16384)
+VARIANCE_KEYS = 1024  # the log-variance hardly depends on the number of keys
+MATRIX_ENTRIES = 2**18  # with many keys a few rows say enough
+SPREADS = [2.0 ** (exponent / 4) for exponent in range(-20, 41)]  # 1/32 to 1024
+SCORE_VARIANCES = [0.01 * 2.0 ** (exponent / 2) for exponent in range(25)]  # 0.01 to 41
+DECIMALS = 5
+
+# The published a and b come out for D = 64, to one per cent, when the line is fitted over these spreads: inputs with a
+# standard deviation from about 0.35 to 3.1. `lln calibrate` shows how they move when the range does.
+LINEAR_RANGE = (0.25, 19.0)
+
+
+def lln_probabilities(query: Tensor, key: Tensor, spread: float) -> Tensor:
+    """The LLN attention matrix of standard Gaussian queries and keys at a spread s²."""
+    scale = math.sqrt(spread / 2)
+    mass = torch.logsumexp(scale * key, dim=0)
+    return torch.softmax(scale * query + mass, dim=1) @ torch.softmax(scale * key, dim=0).T
+
+
+def softmax_probabilities(query: Tensor, key: Tensor, score_variance: float) -> Tensor:
+    """The softmax attention matrix of standard Gaussian queries and keys whose scores have this variance."""
+    return torch.softmax(query @ key.T * math.sqrt(score_variance / query.shape[1]), dim=1)
+
+
+def log_variance(probabilities: Tensor) -> float:
+    return probabilities.log().var(correction=0).item()
+
+
+def entropy_deficit(probabilities: Tensor) -> float:
+    """How far the mean row entropy is below that of uniform attention, in nats."""
+    rows = -torch.special.xlogy(probabilities, probabilities).sum(dim=1)
+    return math.log(probabilities.shape[1]) - rows.mean().item()
+
+
+def draws(head_dim: int, num_keys: int) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = min(num_keys, MATRIX_ENTRIES // num_keys) if num_keys > VARIANCE_KEYS else VARIANCE_KEYS
+    for draw in range(DRAWS):
+        generator = torch.Generator().manual_seed(SEED + 1000 * head_dim + draw)
+        query = torch.randn(rows, head_dim, generator=generator, dtype=torch.float64)
+        yield query, torch.randn(num_keys, head_dim, generator=generator, dtype=torch.float64)
+
+
+def measure(
+    matrix: Callable[[Tensor, Tensor, float], Tensor],
+    statistic: Callable[[Tensor], float],
+    settings: list[float],
+    *,
+    head_dim: int,
+    num_keys: int,
+) -> list[float]:
+    """A statistic of an attention matrix over a list of settings, the mean of all draws."""
+    sums = [0.0] * len(settings)
+    for query, key in draws(head_dim, num_keys):
+        for i, setting in enumerate(settings):
+            sums[i] += statistic(matrix(query, key, setting))
+    return [total / DRAWS for total in sums]
+
+
+def log_spread_at(targets: list[float], curve: list[float]) -> list[float]:
+    """ln s² where a curve measured at SPREADS takes the target values; straight lines between logarithms."""
+    x = [math.log(value) for value in curve]
+    if any(right <= left for left, right in zip(x, x[1:], strict=False)):
+        raise ArithmeticError(f"the measured curve does not increase: {curve}")
+    found = []
+    for target in map(math.log, targets):
+        i = min(max(sum(value <= target for value in x) - 1, 0), len(x) - 2)
+        weight = (target - x[i]) / (x[i + 1] - x[i])
+        found.append(round((1 - weight) * math.log(SPREADS[i]) + weight * math.log(SPREADS[i + 1]), DECIMALS))
+    return found
+
+
+def fit_line(low: float, high: float, *, head_dim: int, points: int = 36) -> tuple[float, float]:
+    """a and b of the least-squares line Var(ln P) = a s² + b over evenly spaced spreads."""
+    spreads = [low + (high - low) * i / (points - 1) for i in range(points)]
+    variances = measure(lln_probabilities, log_variance, spreads, head_dim=head_dim, num_keys=VARIANCE_KEYS)
+    x, y = torch.tensor(spreads, dtype=torch.float64), torch.tensor(variances, dtype=torch.float64)
+    a = (((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()).item()
+    return round(a, DECIMALS), round((y.mean() - a * x.mean()).item(), DECIMALS)
+
+
+def calibrate_head_dim(head_dim: int, on_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The curves of one head dimension; `on_step` is called 2 + len(NUM_KEYS) times."""
+    variance = measure(lln_probabilities, log_variance, SPREADS, head_dim=head_dim, num_keys=VARIANCE_KEYS)
+    on_step()
+    line = fit_line(*LINEAR_RANGE, head_dim=head_dim)
+    on_step()
+    entropy = []
+    for num_keys in NUM_KEYS:
+        wanted = measure(
+            softmax_probabilities, entropy_deficit, SCORE_VARIANCES, head_dim=head_dim, num_keys=num_keys
+        )
+        curve = measure(lln_probabilities, entropy_deficit, SPREADS, head_dim=head_dim, num_keys=num_keys)
+        entropy.append(log_spread_at(wanted, curve))
+        on_step()
+    return {"linear": list(line), "variance": log_spread_at(SCORE_VARIANCES, variance), "entropy": entropy}
+
+
+def calibrate(on_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The whole table of `curves.json`."""
+    curves = [calibrate_head_dim(head_dim, on_step) for head_dim in HEAD_DIMS]
+    return {
+        "about": "ln s² over score variance for each head dimension (and key count), and a, b of eq. 10: lln calibrate",
+        "seed": SEED,
+        "draws": DRAWS,
+        "head_dims": list(HEAD_DIMS),
+        "num_keys": list(NUM_KEYS),
+        "score_variance": {"start": SCORE_VARIANCES[0], "ratio": math.sqrt(2), "count": len(SCORE_VARIANCES)},
+        "linear": [curve["linear"] for curve in curves],
+        "variance": [curve["variance"] for curve in curves],
+        "entropy": [curve["entropy"] for curve in curves],
+    }
+
+
+def dump(table: dict[str, Any]) -> str:
+    """The table as text, a curve a line."""
+    text = json.dumps(table, indent=1, ensure_ascii=False)
+    for _ in range(3):  # innermost lists of numbers go on one line
+        text = _join_numbers(text)
+    return text + "\n"
+
+
+def _join_numbers(text: str) -> str:
+    return re.sub(r"\[\s+((?:-?[\d.e-]+,\s+)*-?[\d.e-]+)\s+\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
+
+
+def published_range(highs: tuple[float, ...] = (9.0, 12.0, 16.0, 19.0, 22.0, 26.0, 32.0)) -> list[dict[str, float]]:
+    """How a and b for D = 64 depend on the range of the fit, with their distance from the published ones."""
+    rows = []
+    for high in highs:
+        a, b = fit_line(LINEAR_RANGE[0], high, head_dim=PUBLISHED_HEAD_DIM)
+        rows.append({"high": high, "a": a, "b": b, "a_off": a / PUBLISHED_A - 1, "b_off": b / PUBLISHED_B - 1})
+    return rows

@@ -1,0 +1,96 @@
+"""What is refused, and what to do instead: every function of the core checks its input here, in the same words."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor | None = None, *, same_length: str | None = None) -> None:
+    """Refuse what is not query (B, H, N, D), key (B, H_k, M, D) and value (B, H_k, M, Dv), with H a multiple of H_k.
+
+    `same_length` names who needs N = M, for the error message.
+    """
+    tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, heads, tokens, features), got shape {tuple(x.shape)} with {x.dim()} dimensions; "
+                "reshape it, e.g. x.unflatten(-1, (heads, -1)).transpose(1, 2) for a (batch, tokens, width) tensor"
+            )
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert with .float()")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} is {x.dtype} but query is {query.dtype}; convert them to one dtype")
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device} but query is on {query.device}; move them to one device")
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} has batch {x.shape[0]} but query has batch {query.shape[0]}: {_shapes(tensors)}")
+    if query.shape[-1] == 0 or query.shape[1] == 0 or key.shape[1] == 0:
+        raise ValueError(f"at least one head and one feature are needed: {_shapes(tensors)}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same number of features: {_shapes(tensors)}")
+    if query.shape[1] % key.shape[1] != 0:
+        raise ValueError(
+            f"the {query.shape[1]} query heads must be a multiple of the {key.shape[1]} key heads: {_shapes(tensors)}"
+        )
+    if value is not None and value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(f"key and value must have the same heads and tokens: {_shapes(tensors)}")
+    if same_length is not None and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{same_length} needs as many queries as keys, got {_shapes(tensors)}; "
+            "for cross attention use lln_attention with is_causal=False"
+        )
+
+
+def check_block_size(block_size: int) -> None:
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise TypeError(f"block_size must be an int, got {type(block_size).__name__}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}; 64 is a good start")
+
+
+def check_scale(name: str, scale: float | Tensor | None, *, batch: int, heads: int, tokens: int) -> None:
+    """Refuse an alpha or beta that is not positive, or not of shape (), (H,), (B, H) or (B, H, tokens)."""
+    if scale is None:
+        return
+    if isinstance(scale, Tensor):
+        full = (batch, heads, tokens)
+        expected = {0: (), 1: (heads,), 2: full[:2], 3: full}.get(scale.dim())
+        if expected is None or any(s not in (1, e) for s, e in zip(scale.shape, expected, strict=True)):
+            raise ValueError(
+                f"{name} must have shape (), ({heads},), ({batch}, {heads}) or {full} "
+                f"(heads; batch and heads; batch, heads and tokens), got {tuple(scale.shape)}"
+            )
+        if not scale.is_floating_point():
+            raise TypeError(f"{name} must be a floating point tensor, got {scale.dtype}")
+        if not known(positive := (scale > 0).all()) or bool(positive):
+            return
+    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"{name} must be a number, a tensor or None, got {type(scale).__name__}")
+    elif scale > 0 and math.isfinite(scale):
+        return
+    raise ValueError(f"{name} must be positive and finite, got {scale}; leave it out to have it matched to the input")
+
+
+def known(flag: Tensor) -> bool:
+    """Whether a flag can be read now and for free: not while compiling or under vmap, nor from another device."""
+    return (
+        flag.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(flag)
+    )
+
+
+def _shapes(tensors: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())

@@ -1,0 +1,87 @@
+"""The one place that reads masks and lengths.
+
+A padding mask says which tokens are real. It is either
+
+    a bool tensor (B, tokens), True = keep      as a Hugging Face attention mask, or SDPA's bool mask
+    an integer tensor (B,) of lengths           the first so many tokens of each sample are kept
+
+`torch.nn.MultiheadAttention` means the opposite by its masks (True = ignore): `lln.MultiheadAttention` follows torch
+and turns them round on the way in.
+"""
+
+import torch
+from torch import Tensor
+
+from lln.checks import known
+
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+def read_padding(mask: Tensor | None, like: Tensor, *, name: str = "key_padding_mask") -> Tensor | None:
+    """The kept tokens of `like` (B, heads, tokens, features) as a (B, tokens) bool tensor; None if all are kept."""
+    if mask is None:
+        return None
+    batch, tokens = like.shape[0], like.shape[2]
+    wanted = f"a bool tensor ({batch}, {tokens}) with True = keep, or an integer tensor ({batch},) of lengths"
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be {wanted}, got {type(mask).__name__}")
+    if mask.device != like.device:
+        raise ValueError(f"{name} is on {mask.device} but the tokens are on {like.device}; move it there")
+    if mask.dim() > 2:
+        raise ValueError(
+            f"{name} must be {wanted}, got shape {tuple(mask.shape)}: a mask for each pair of tokens cannot be honoured "
+            "in linear time; give which keys are padding, and is_causal=True for a causal mask"
+        )
+    if mask.dim() == 1 and mask.dtype in INTEGERS:
+        return _read_lengths(mask, batch, tokens, name)
+    if mask.dtype is not torch.bool:
+        raise TypeError(
+            f"{name} must be {wanted}, got {mask.dtype} of shape {tuple(mask.shape)}; "
+            "turn a 0/1 mask into bool with mask.bool(), an additive mask with mask == 0"
+        )
+    if mask.shape != (batch, tokens):
+        raise ValueError(f"{name} must be {wanted}, got shape {tuple(mask.shape)}")
+    return mask
+
+
+def _read_lengths(lengths: Tensor, batch: int, tokens: int, name: str) -> Tensor:
+    if lengths.shape != (batch,):
+        raise ValueError(f"{name} holds {lengths.shape[0]} lengths for a batch of {batch}")
+    fits = ((lengths >= 0) & (lengths <= tokens)).all()
+    if known(fits) and not bool(fits):
+        raise ValueError(f"{name} holds lengths {lengths.tolist()}, which must lie between 0 and {tokens} tokens")
+    return torch.arange(tokens, device=lengths.device) < lengths.long()[:, None]
+
+
+def read_paddings(
+    query: Tensor, key: Tensor, key_padding_mask: Tensor | None, query_padding_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The kept queries and the kept keys, (B, N) and (B, M).
+
+    With as many queries as keys and no word about the queries this is taken for self-attention: the same tokens are
+    padding on both sides. For cross attention between equally long sequences, give `query_padding_mask`.
+    """
+    keep_key = read_padding(key_padding_mask, key)
+    if query_padding_mask is not None:
+        return read_padding(query_padding_mask, query, name="query_padding_mask"), keep_key
+    return (keep_key if query.shape[2] == key.shape[2] else None), keep_key
+
+
+def blank(x: Tensor, keep: Tensor | None, value: float = 0.0) -> Tensor:
+    """`x` (B, heads, tokens, features) with `value` in place of the tokens that are not kept."""
+    return x if keep is None else x.masked_fill(~keep[:, None, :, None], value)
+
+
+def kept_tokens(keep: Tensor | None, like: Tensor) -> Tensor:
+    """The kept tokens of `like` as a (B, tokens) bool tensor, also when all are kept."""
+    return torch.ones_like(like[:, 0, :, 0], dtype=torch.bool) if keep is None else keep
+
+
+def front_order(keep: Tensor) -> Tensor:
+    """The order (B, tokens) that moves kept tokens to the front and leaves them in sequence."""
+    return torch.argsort(~keep, dim=1, stable=True)
+
+
+def take_tokens(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens of `x` (B, heads, tokens, features) in the order (B, tokens) given for each sample."""
+    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -1,0 +1,262 @@
+"""Moment matching (A.7): how concentrated softmax attention would be, and the alpha and beta that make LLN the same.
+
+    alpha = s / (sqrt(2) sigma_q)     beta = s / (sqrt(2) sigma_k)                                          (eq. 10)
+
+sigma_q and sigma_k are the standard deviations of all entries of the queries and keys, and the spread s² follows from
+the variance of the softmax scores q_i . k_j / sqrt(D) by a matching curve (`lln.curves`).
+
+Whose statistics: per sample and head over the kept tokens (`scope="sample"`), so that no result depends on the rest of
+the batch or on padding; or pooled over the whole batch (`scope="batch"`), as the paper's code has it. With a causal
+mask only the past may count: token t has the alpha and beta of the tokens up to t, and each key keeps the beta that it
+got when it came, so that an attention over a million tokens is still a recurrence of constant size.
+
+Shapes: B batch, H heads, N queries, M keys, D features of a head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_choice, check_inputs
+from lln.curves import MATCHINGS, Matching, linear_constants, matched_spread
+from lln.masks import blank, kept_tokens, read_paddings
+
+Scope = Literal["sample", "batch"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+
+# Long sequences pass through in pieces of this many tokens, so that what is computed on the way stays small.
+CHUNK_TOKENS = 16384
+
+# Statistics see larger entries as this, so that no square or sum of squares overflows float32.
+LARGEST_ENTRY = 1e15
+# Entries that vary less than this count as constant: alpha and beta are 0, which is as good as any value for them.
+SMALLEST_SIGMA = 1e-30
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Statistics of queries and keys: (B, H) tensors, or (B, H, N) with those of each prefix if they are causal."""
+
+    sigma_q: Tensor
+    sigma_k: Tensor
+    score_variance: Tensor  # of q_i . k_j / sqrt(D) over all pairs of kept tokens
+    num_keys: Tensor
+
+    def scales(self, *, head_dim: int, matching: Matching) -> tuple[Tensor, Tensor]:
+        """alpha and beta of eq. 10."""
+        spread = matched_spread(self.score_variance, self.num_keys, head_dim=head_dim, matching=matching)
+        share = (spread / 2).sqrt()
+        return _divide(share, self.sigma_q), _divide(share, self.sigma_k)
+
+
+class PrefixSums(NamedTuple):
+    """What the statistics of a growing sequence need to remember of its past."""
+
+    count: Tensor  # (B,) kept tokens
+    query: Tensor  # (B, H, 2) sum and sum of squares of the entries
+    key: Tensor  # (B, H, 2)
+
+
+def match_moments(
+    query: Tensor,
+    key: Tensor,
+    *,
+    matching: Matching = "variance",
+    scope: Scope = "sample",
+    key_padding_mask: Tensor | None = None,
+    query_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """alpha and beta for LLN attention that behaves like softmax attention on this query and key.
+
+    Returns two (B, H) tensors, or (B, H, N) with `is_causal=True`: the alpha of each query and the beta of each key,
+    from the tokens up to it. They are constants to autograd.
+
+    Constant queries or keys get 0, one token or scores without variance give s = 0 (`linear`: s² = -b/a): uniform
+    attention, which is what softmax does with them. Scores of huge variance count as `lln.curves.MAX_SCORE_VARIANCE`.
+    """
+    check_choice("matching", matching, MATCHINGS)
+    moments = measure_moments(
+        query,
+        key,
+        scope=scope,
+        key_padding_mask=key_padding_mask,
+        query_padding_mask=query_padding_mask,
+        is_causal=is_causal,
+    )
+    return moments.scales(head_dim=query.shape[-1], matching=matching)
+
+
+@torch.no_grad()
+def measure_moments(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scope: Scope = "sample",
+    key_padding_mask: Tensor | None = None,
+    query_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Moments:
+    """sigma_q, sigma_k and the score variance of query (B, H, N, D) and key (B, H_k, M, D) in O(N D²).
+
+    - `scope="sample"`: per sample and head, the exact variance of all scores, with the paper's C_cross in it;
+    - `scope="batch"`: one sigma_q and sigma_k for everything and the product sigma_q² sigma_k² for the variance, with
+      the unbiased estimate of the sigmas: the paper's code;
+    - `is_causal=True`: the statistics of each prefix, with the product form, because the scores of a few tokens say
+      little about their variance while sigma_q and sigma_k are right to 20 % from the first token on (D = 64).
+    """
+    check_choice("scope", scope, SCOPES)
+    check_inputs(query, key, same_length="is_causal=True" if is_causal else None)
+    keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
+    if is_causal:
+        if scope == "batch":
+            raise ValueError('scope="batch" looks at whole sequences; with is_causal=True use scope="sample"')
+        if query_padding_mask is not None:
+            raise ValueError("with is_causal=True the queries are the keys' tokens; leave query_padding_mask out")
+        moments, _ = prefix_moments(query, key, keep_key, empty_sums(query))
+        return moments
+    if scope == "batch":
+        return _batch_moments(query, key, keep_query, keep_key)
+    groups = query.shape[1] // key.shape[1]
+    mean_q, covariance_q, _ = _feature_moments(query, keep_query)
+    mean_k, covariance_k, num_keys = _feature_moments(key, keep_key)
+    mean_k, covariance_k = (x.repeat_interleave(groups, dim=1) for x in (mean_k, covariance_k))
+    sigma_q, sigma_k = _entry_sigma(mean_q, covariance_q), _entry_sigma(mean_k, covariance_k)
+    # With q = m_q + dq and k = m_k + dk, the variance of q . k is that of dq . dk, dq . m_k and m_q . dk: three terms
+    # that are not negative, where E[x²] - E[x]² would cancel. In units of the root mean square so that all stay finite.
+    unit_q, mean_q, covariance_q = _in_units(mean_q, covariance_q)
+    unit_k, mean_k, covariance_k = _in_units(mean_k, covariance_k)
+    variance = (
+        (covariance_q * covariance_k).sum(dim=(-2, -1))
+        + (mean_k[..., None, :] @ covariance_q @ mean_k[..., None])[..., 0, 0]
+        + (mean_q[..., None, :] @ covariance_k @ mean_q[..., None])[..., 0, 0]
+    )
+    return Moments(sigma_q, sigma_k, variance / query.shape[-1] * _square_of_product(unit_q, unit_k), num_keys)
+
+
+def softmax_temperature(score_variance: Tensor) -> Tensor:
+    """The temperature of softmax attention, 1 / sigma_sm (eq. 5); infinite for scores that are all the same."""
+    return score_variance.rsqrt()
+
+
+def lln_temperature(alpha: Tensor, beta: Tensor, sigma_q: Tensor, sigma_k: Tensor, *, head_dim: int) -> Tensor:
+    """The temperature of LLN attention, 1 / sqrt(a (alpha² sigma_q² + beta² sigma_k²) + b) (eq. 11).
+
+    The line a s² + b is a fit for broad spreads; where it is not positive the temperature is given as infinite.
+    """
+    a, b = linear_constants(head_dim)
+    return (a * ((alpha * sigma_q).square() + (beta * sigma_k).square()) + b).clamp(min=0.0).rsqrt()
+
+
+def empty_sums(query: Tensor) -> PrefixSums:
+    """The statistics of no tokens, for query (B, H, N, D)."""
+    batch, heads = query.shape[:2]
+    zeros = torch.zeros(batch, heads, 2, dtype=accumulator(query.dtype), device=query.device)
+    return PrefixSums(torch.zeros(batch, dtype=torch.int64, device=query.device), zeros, zeros)
+
+
+@torch.no_grad()
+def prefix_moments(query: Tensor, key: Tensor, keep: Tensor | None, past: PrefixSums) -> tuple[Moments, PrefixSums]:
+    """Moments (B, H, N) of the past and the tokens up to each one, and what to remember after the last."""
+    head_dim, groups = query.shape[-1], query.shape[1] // key.shape[1]
+    kept = kept_tokens(keep, query)
+    count = past.count[:, None] + kept.cumsum(dim=1)
+    sums_q = past.query[:, :, None] + _entry_sums(query, keep).cumsum(dim=2)
+    sums_k = past.key[:, :, None] + _entry_sums(key, keep).cumsum(dim=2).repeat_interleave(groups, dim=1)
+    entries = (count * head_dim).clamp(min=1)[:, None].to(sums_q.dtype)
+    sigma_q, sigma_k = (
+        (sums[..., 1] / entries - (sums[..., 0] / entries).square()).clamp(min=0.0).sqrt() for sums in (sums_q, sums_k)
+    )
+    moments = Moments(sigma_q, sigma_k, _square_of_product(sigma_q, sigma_k), count[:, None].expand_as(sigma_q))
+    return moments, PrefixSums(count[:, -1], sums_q[:, :, -1], sums_k[:, :, -1])
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Sums run in at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def chunks(tokens: int, size: int = CHUNK_TOKENS) -> Iterator[slice]:
+    """Slices of at most `size` tokens; a short sequence is one piece, also when its length is symbolic."""
+    if tokens <= size:
+        yield slice(0, tokens)
+    else:
+        for start in range(0, tokens, size):
+            yield slice(start, min(start + size, tokens))
+
+
+def pieces(x: Tensor, keep: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """`x` (B, heads, tokens, features) chunk by chunk in the accumulator's dtype, padding blanked, and what is kept."""
+    for part in chunks(x.shape[2]):
+        kept = None if keep is None else keep[:, part]
+        yield blank(x[:, :, part].to(accumulator(x.dtype)), kept), kept
+
+
+def _feature_moments(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean (B, H, D) and covariance (B, H, D, D) of the kept tokens, and their number (B, 1)."""
+    count = _count(x, keep)
+    safe = count.clamp(min=1.0)[..., None]
+    mean = sum(_bounded(part).sum(dim=2) for part, _ in pieces(x, keep)) / safe
+    covariance = torch.zeros((), dtype=mean.dtype, device=mean.device)
+    for part, kept in pieces(x, keep):
+        centred = blank(_bounded(part) - mean[:, :, None], kept)
+        covariance = covariance + centred.mT @ centred
+    return mean, covariance / safe[..., None], count
+
+
+def _entry_sigma(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Standard deviation (B, H) of all entries: within the features, and between their means."""
+    within = covariance.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
+    return (within + mean.var(dim=-1, correction=0)).sqrt()
+
+
+def _in_units(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The root mean square of all entries, and mean and covariance measured in it."""
+    square = covariance.diagonal(dim1=-2, dim2=-1).mean(dim=-1) + mean.square().mean(dim=-1)
+    unit = square.sqrt().clamp(min=SMALLEST_SIGMA)
+    return unit, mean / unit[..., None], covariance / unit[..., None, None] / unit[..., None, None]
+
+
+def _batch_moments(query: Tensor, key: Tensor, keep_query: Tensor | None, keep_key: Tensor | None) -> Moments:
+    shape = query.shape[:2]
+    sigma_q, sigma_k = (_unbiased_sigma(x, keep).expand(shape) for x, keep in ((query, keep_query), (key, keep_key)))
+    return Moments(sigma_q, sigma_k, _square_of_product(sigma_q, sigma_k), _count(key, keep_key).expand(shape))
+
+
+def _unbiased_sigma(x: Tensor, keep: Tensor | None) -> Tensor:
+    """Standard deviation () of every entry of every kept token."""
+    entries = _count(x, keep).sum() * x.shape[1] * x.shape[3]
+    mean = sum(_bounded(part).sum() for part, _ in pieces(x, keep)) / entries.clamp(min=1.0)
+    squares = sum(blank(_bounded(part) - mean, kept).square().sum() for part, kept in pieces(x, keep))
+    return (squares / (entries - 1).clamp(min=1.0)).sqrt()
+
+
+def _entry_sums(x: Tensor, keep: Tensor | None) -> Tensor:
+    """Sum and sum of squares of the entries of each token, (B, H, N, 2); 0 for what is not kept."""
+    sums = []
+    for part, _ in pieces(x, keep):
+        bounded = _bounded(part)
+        sums.append(torch.stack((bounded.sum(dim=-1), bounded.square().sum(dim=-1)), dim=-1))
+    return torch.cat(sums, dim=2)
+
+
+def _count(x: Tensor, keep: Tensor | None) -> Tensor:
+    """Kept tokens of each sample, (B, 1)."""
+    if keep is None:
+        return torch.full((x.shape[0], 1), float(x.shape[2]), dtype=accumulator(x.dtype), device=x.device)
+    return keep.sum(dim=1, keepdim=True).to(accumulator(x.dtype))
+
+
+def _bounded(x: Tensor) -> Tensor:
+    return x.clamp(-LARGEST_ENTRY, LARGEST_ENTRY)
+
+
+def _divide(share: Tensor, sigma: Tensor) -> Tensor:
+    return torch.where(sigma <= SMALLEST_SIGMA, torch.zeros_like(share), share / sigma.clamp(min=SMALLEST_SIGMA))
+
+
+def _square_of_product(sigma_q: Tensor, sigma_k: Tensor) -> Tensor:
+    return (sigma_q * sigma_k).clamp(max=LARGEST_ENTRY).square()
