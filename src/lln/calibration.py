@@ -16,11 +16,11 @@ from torch import Tensor
 from lln.curves import PUBLISHED_A, PUBLISHED_B, PUBLISHED_HEAD_DIM
 
 SEED = 20260711
-DRAWS = 8
+DRAWS = 32
 HEAD_DIMS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NUM_KEYS = (16, 64, 256, 1024, 4096, 16384)
 VARIANCE_KEYS = 1024  # the log-variance hardly depends on the number of keys
-MATRIX_ENTRIES = 2**18  # with many keys a few rows say enough
+MAX_ROWS, MAX_ENTRIES = 1024, 2**17  # the draws of keys vary more than the rows of a draw
 SPREADS = [2.0 ** (exponent / 4) for exponent in range(-20, 41)]  # 1/32 to 1024
 SCORE_VARIANCES = [0.01 * 2.0 ** (exponent / 2) for exponent in range(25)]  # 0.01 to 41
 DECIMALS = 5
@@ -53,7 +53,7 @@ def entropy_deficit(probabilities: Tensor) -> float:
 
 
 def draws(head_dim: int, num_keys: int) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = min(num_keys, MATRIX_ENTRIES // num_keys) if num_keys > VARIANCE_KEYS else VARIANCE_KEYS
+    rows = min(MAX_ROWS, MAX_ENTRIES // num_keys)
     for draw in range(DRAWS):
         generator = torch.Generator().manual_seed(SEED + 1000 * head_dim + draw)
         query = torch.randn(rows, head_dim, generator=generator, dtype=torch.float64)
@@ -89,7 +89,7 @@ def log_spread_at(targets: list[float], curve: list[float]) -> list[float]:
     return found
 
 
-def fit_line(low: float, high: float, *, head_dim: int, points: int = 36) -> tuple[float, float]:
+def fit_line(low: float, high: float, *, head_dim: int, points: int = 16) -> tuple[float, float]:
     """a and b of the least-squares line Var(ln P) = a s² + b over evenly spaced spreads."""
     spreads = [low + (high - low) * i / (points - 1) for i in range(points)]
     variances = measure(lln_probabilities, log_variance, spreads, head_dim=head_dim, num_keys=VARIANCE_KEYS)

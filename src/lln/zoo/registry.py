@@ -1,0 +1,139 @@
+"""One interface and one registry for all mechanisms.
+
+A mechanism is a module on (query, key, value), each (B, H, tokens, D), described by a `Record`. The record is what the
+documentation, the command line and the error messages are made from, so it is the one place that says what a mechanism
+can do; `Mechanism.forward` refuses what it says cannot be done, and reads masks in the one place that reads masks.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from lln.checks import check_inputs
+from lln.masks import read_padding
+
+
+@dataclass(frozen=True)
+class Record:
+    """What there is to know about a mechanism before choosing it."""
+
+    name: str
+    title: str  # as in the tables, e.g. "Nyströmformer"
+    paper: str  # authors and title
+    year: int
+    time: str  # e.g. "N D²", in N tokens, D features and the mechanism's own options
+    memory: str
+    learned: str  # its own parameters, "" if none
+    causal: bool
+    padding: bool
+    cross: bool  # other numbers of queries than of keys
+    random: bool  # draws random numbers, other than to initialise parameters
+    checked_against: str  # an independent implementation, or the explicit matrix of the formula
+    left_outside: str = ""  # parts of the published layer that are not token mixing
+    needs_max_len: bool = False
+
+    @property
+    def linear(self) -> bool:
+        """Whether time and memory are claimed to grow linearly with the number of tokens."""
+        return "N²" not in self.time + self.memory and "N log" not in self.time
+
+
+class Mechanism(nn.Module):
+    """Base of all mechanisms: subclasses implement `attend` on checked input, with equally many heads everywhere."""
+
+    record: ClassVar[Record]
+
+    def __init__(self, *, num_heads: int, head_dim: int, max_len: int | None = None) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.max_len = num_heads, head_dim, max_len
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        record = self.record
+        check_inputs(query, key, value)
+        if query.shape[1] != self.num_heads or query.shape[3] != self.head_dim:
+            raise ValueError(
+                f"{record.name} was built for num_heads={self.num_heads} and head_dim={self.head_dim}, "
+                f"got query {tuple(query.shape)}"
+            )
+        if is_causal and not record.causal:
+            raise ValueError(f"{record.name} cannot be causal; these can: {_with('causal')}")
+        if key_padding_mask is not None and not record.padding:
+            raise ValueError(f"{record.name} cannot leave padding out; these can: {_with('padding')}")
+        if query.shape[2] != key.shape[2] and (is_causal or not record.cross):
+            reason = "causal attention" if is_causal else record.name
+            raise ValueError(
+                f"{reason} needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}; "
+                f"for cross attention there are: {_with('cross')}"
+            )
+        if self.max_len is not None and record.needs_max_len and key.shape[2] > self.max_len:
+            raise ValueError(
+                f"{record.name} was built for at most max_len={self.max_len} tokens, got {key.shape[2]}; build it longer"
+            )
+        keep = read_padding(key_padding_mask, key)
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        return self.attend(query, key, value, keep, is_causal)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
+        """Attention on checked input; `keep` is (B, M) bool with True = keep, or None if all are kept."""
+        raise NotImplementedError
+
+
+M = TypeVar("M", bound=type[Mechanism])
+_REGISTRY: dict[str, type[Mechanism]] = {}
+
+
+def register(**record: Any) -> Callable[[M], M]:
+    """Class decorator: describe a mechanism and enter it under its name."""
+
+    def enter(mechanism: M) -> M:
+        mechanism.record = Record(**record)
+        assert mechanism.record.name not in _REGISTRY, mechanism.record.name
+        _REGISTRY[mechanism.record.name] = mechanism
+        return mechanism
+
+    return enter
+
+
+def names() -> list[str]:
+    """All mechanisms that `build` can make."""
+    return list(_REGISTRY)
+
+
+def describe(name: str) -> Record:
+    """The record of a mechanism."""
+    return _lookup(name).record
+
+
+def build(name: str, *, num_heads: int, head_dim: int, max_len: int | None = None, **options: Any) -> Mechanism:
+    """A mechanism by name; its options are the keyword arguments of its class."""
+    mechanism = _lookup(name)
+    if mechanism.record.needs_max_len and max_len is None:
+        raise ValueError(f"{name} has parameters for each position: say max_len=, the longest input it will see")
+    known = [p for p in inspect.signature(mechanism).parameters if p not in ("num_heads", "head_dim", "max_len")]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(f"{name} has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
+    return mechanism(num_heads=num_heads, head_dim=head_dim, max_len=max_len, **options)
+
+
+def _lookup(name: str) -> type[Mechanism]:
+    if name not in _REGISTRY:
+        raise ValueError(f"no mechanism is called {name!r}; there are: {', '.join(names())}")
+    return _REGISTRY[name]
+
+
+def _with(ability: str) -> str:
+    return ", ".join(name for name, mechanism in _REGISTRY.items() if getattr(mechanism.record, ability))
