@@ -3,10 +3,14 @@
 from lln import reference
 from lln.functional import attention_matrix, block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.moments import match_moments
+from lln.nn import LLNAttention, LLNDiagAttention, MultiheadAttention
 from lln.state import LLNState
 
 __all__ = [
+    "LLNAttention",
+    "LLNDiagAttention",
     "LLNState",
+    "MultiheadAttention",
     "attention_matrix",
     "block_diagonal_attention",
     "lln_attention",

@@ -8,12 +8,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lln.curves import PUBLISHED_A, PUBLISHED_B, PUBLISHED_HEAD_DIM
+from lln.curves import MATCHINGS, PUBLISHED_A, PUBLISHED_B, PUBLISHED_HEAD_DIM, Matching
+from lln.functional import attention_matrix
+from lln.moments import measure_moments
 
 SEED = 20260711
 DRAWS = 32
@@ -28,6 +31,11 @@ DECIMALS = 5
 # The published a and b come out for D = 64, to one per cent, when the line is fitted over these spreads: inputs with a
 # standard deviation from about 0.35 to 3.1. `lln calibrate` shows how they move when the range does.
 LINEAR_RANGE = (0.25, 19.0)
+FIT_ENDS = (9.0, 12.0, 16.0, 19.0, 22.0, 26.0, 32.0)
+
+ERROR_HEAD_DIMS = (8, 16, 32, 40, 64, 96, 128, 256)
+ERROR_VARIANCES = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 9.0)
+ERROR_DRAWS = 8
 
 
 def lln_probabilities(query: Tensor, key: Tensor, spread: float) -> Tensor:
@@ -43,7 +51,8 @@ def softmax_probabilities(query: Tensor, key: Tensor, score_variance: float) -> 
 
 
 def log_variance(probabilities: Tensor) -> float:
-    return probabilities.log().var(correction=0).item()
+    variance: float = probabilities.log().var(correction=0).item()
+    return variance
 
 
 def entropy_deficit(probabilities: Tensor) -> float:
@@ -79,7 +88,7 @@ def measure(
 def log_spread_at(targets: list[float], curve: list[float]) -> list[float]:
     """ln s² where a curve measured at SPREADS takes the target values; straight lines between logarithms."""
     x = [math.log(value) for value in curve]
-    if any(right <= left for left, right in zip(x, x[1:], strict=False)):
+    if any(right <= left for left, right in pairwise(x)):
         raise ArithmeticError(f"the measured curve does not increase: {curve}")
     found = []
     for target in map(math.log, targets):
@@ -106,9 +115,7 @@ def calibrate_head_dim(head_dim: int, on_step: Callable[[], None] = lambda: None
     on_step()
     entropy = []
     for num_keys in NUM_KEYS:
-        wanted = measure(
-            softmax_probabilities, entropy_deficit, SCORE_VARIANCES, head_dim=head_dim, num_keys=num_keys
-        )
+        wanted = measure(softmax_probabilities, entropy_deficit, SCORE_VARIANCES, head_dim=head_dim, num_keys=num_keys)
         curve = measure(lln_probabilities, entropy_deficit, SPREADS, head_dim=head_dim, num_keys=num_keys)
         entropy.append(log_spread_at(wanted, curve))
         on_step()
@@ -143,10 +150,47 @@ def _join_numbers(text: str) -> str:
     return re.sub(r"\[\s+((?:-?[\d.e-]+,\s+)*-?[\d.e-]+)\s+\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
 
 
-def published_range(highs: tuple[float, ...] = (9.0, 12.0, 16.0, 19.0, 22.0, 26.0, 32.0)) -> list[dict[str, float]]:
+def published_range(on_step: Callable[[], None] = lambda: None) -> list[dict[str, float]]:
     """How a and b for D = 64 depend on the range of the fit, with their distance from the published ones."""
     rows = []
-    for high in highs:
+    for high in FIT_ENDS:
         a, b = fit_line(LINEAR_RANGE[0], high, head_dim=PUBLISHED_HEAD_DIM)
         rows.append({"high": high, "a": a, "b": b, "a_off": a / PUBLISHED_A - 1, "b_off": b / PUBLISHED_B - 1})
+        on_step()
     return rows
+
+
+def matching_errors(on_step: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    """How far LLN attention is from softmax after each matching, on Gaussian inputs that calibration has not seen.
+
+    Two quantities: the log-variance, against the variance of the scores, and the entropy deficit, against softmax's.
+    """
+    rows = []
+    for head_dim in ERROR_HEAD_DIMS:
+        shape = (ERROR_DRAWS, 1, VARIANCE_KEYS, head_dim)
+        generator = torch.Generator().manual_seed(SEED - head_dim)
+        query, key = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        errors: dict[tuple[Matching, str], list[float]] = {}
+        for score_variance in ERROR_VARIANCES:
+            q, k = query * score_variance**0.25, key * score_variance**0.25
+            wanted = _log_variance_and_deficit(attention_matrix(q, k, kind="softmax"))
+            wanted["log-variance"] = measure_moments(q, k).score_variance.mean().item()
+            for matching in MATCHINGS:
+                got = _log_variance_and_deficit(attention_matrix(q, k, matching=matching))
+                for quantity, value in got.items():
+                    errors.setdefault((matching, quantity), []).append(value / wanted[quantity] - 1)
+        rows += [
+            {"matching": matching, "quantity": quantity, "head_dim": head_dim, "errors": values}
+            for (matching, quantity), values in errors.items()
+        ]
+        on_step()
+    return rows
+
+
+def _log_variance_and_deficit(matrices: Tensor) -> dict[str, float]:
+    """Means over the matrices (draws, 1, N, M)."""
+    deficits = [entropy_deficit(matrix) for matrix in matrices[:, 0]]
+    return {
+        "log-variance": sum(log_variance(matrix) for matrix in matrices[:, 0]) / len(matrices),
+        "entropy": sum(deficits) / len(deficits),
+    }

@@ -25,11 +25,13 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor | None = None, *, sam
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(
-                f"{name} must be (batch, heads, tokens, features), got shape {tuple(x.shape)} with {x.dim()} dimensions; "
+                f"{name} must be (batch, heads, tokens, features), got {tuple(x.shape)} with {x.dim()} dimensions; "
                 "reshape it, e.g. x.unflatten(-1, (heads, -1)).transpose(1, 2) for a (batch, tokens, width) tensor"
             )
         if x.dtype not in FLOATS:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert with .float()")
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert with .float()"
+            )
         if x.dtype != query.dtype:
             raise TypeError(f"{name} is {x.dtype} but query is {query.dtype}; convert them to one dtype")
         if x.device != query.device:

@@ -1,8 +1,8 @@
 """Matching curves: from the variance of softmax's scores to the spread s² that LLN attention needs.
 
-The spread s² = alpha² sigma_q² + beta² sigma_k² (the paper's sigma-tilde squared, eq. 26) decides how concentrated an LLN
-attention matrix is. Which spread behaves like softmax attention with score variance v depends on the head dimension,
-a little on the number of keys, and on what should agree:
+The spread s² = alpha² sigma_q² + beta² sigma_k² (the paper's sigma-tilde squared, eq. 26) decides how concentrated an
+LLN attention matrix is. Which spread behaves like softmax attention with score variance v depends on the head
+dimension, a little on the number of keys, and on what should agree:
 
     linear      s² = (v - b) / a, eq. 10, a line through the measured log-variance
     variance    the log-variance of the matrix, Var(ln P)

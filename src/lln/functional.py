@@ -10,7 +10,7 @@ sums run in at least float32. Under autocast, inputs and result have its dtype, 
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, Literal, ParamSpec, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -24,26 +24,25 @@ from lln.moments import SCOPES, Scope, accumulator, match_moments
 Kind = Literal["lln", "lln_diag", "block_diagonal", "softmax"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-P = ParamSpec("P")
-Attention = Callable[Concatenate[Tensor, Tensor, Tensor, P], Tensor]
+Attention = TypeVar("Attention", bound=Callable[..., Tensor])
 
 
-def _autocast_like_sdpa(attention: Attention[P]) -> Attention[P]:
+def _autocast_like_sdpa(attention: Attention) -> Attention:
     """Cast float inputs to the dtype of an active autocast, and compute in the dtypes chosen here."""
 
     @wraps(attention)
-    def wrapped(query: Tensor, key: Tensor, value: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def wrapped(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
-            return attention(query, key, value, *args, **kwargs)
+            return attention(query, key, value, **options)
         device, dtype = query.device.type, torch.get_autocast_dtype(query.device.type)
         query, key, value = (
             x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
             for x in (query, key, value)
         )
         with torch.autocast(device, enabled=False):
-            return attention(query, key, value, *args, **kwargs)
+            return attention(query, key, value, **options)
 
-    return wrapped
+    return cast(Attention, wrapped)
 
 
 @_autocast_like_sdpa
@@ -154,7 +153,7 @@ def attention_matrix(
 ) -> Tensor:
     """The explicit attention matrix (B, H, N, M) of one of our mechanisms or of softmax, for looking at.
 
-    An attention is linear in its values, so its matrix is what it makes of the identity: this runs the mechanism itself.
+    An attention is linear in its values, so its matrix is what it makes of the identity: the mechanism itself runs.
     It needs O(N M) memory; the rows of a sample without any kept key are zero.
     """
     check_choice("kind", kind, KINDS)
@@ -232,7 +231,8 @@ def _lln(
     key_scale = broadcast_scale("beta", beta, matched[1], key, heads=query.shape[1])
     if not is_causal:
         return plain.full_attention(query, key, value, query_scale, key_scale, keep)
-    memory = plain.empty_memory(*query.shape[:2], query.shape[3], value.shape[3], like=query)
+    batch, heads, _, head_dim = query.shape
+    memory = plain.empty_memory(batch, heads, head_dim, value.shape[3], like=query)
     output, _ = plain.causal_attention(query, key, value, query_scale, key_scale, keep, memory)
     return output
 

@@ -29,8 +29,8 @@ def read_padding(mask: Tensor | None, like: Tensor, *, name: str = "key_padding_
         raise ValueError(f"{name} is on {mask.device} but the tokens are on {like.device}; move it there")
     if mask.dim() > 2:
         raise ValueError(
-            f"{name} must be {wanted}, got shape {tuple(mask.shape)}: a mask for each pair of tokens cannot be honoured "
-            "in linear time; give which keys are padding, and is_causal=True for a causal mask"
+            f"{name} must be {wanted}, got shape {tuple(mask.shape)}: a mask for each pair of tokens cannot be "
+            "honoured in linear time; give which keys are padding, and is_causal=True for a causal mask"
         )
     if mask.dim() == 1 and mask.dtype in INTEGERS:
         return _read_lengths(mask, batch, tokens, name)

@@ -55,7 +55,7 @@ class Moments:
 class PrefixSums(NamedTuple):
     """What the statistics of a growing sequence need to remember of its past."""
 
-    count: Tensor  # (B,) kept tokens
+    tokens: Tensor  # (B,) kept so far
     query: Tensor  # (B, H, 2) sum and sum of squares of the entries
     key: Tensor  # (B, H, 2)
 
@@ -163,7 +163,7 @@ def prefix_moments(query: Tensor, key: Tensor, keep: Tensor | None, past: Prefix
     """Moments (B, H, N) of the past and the tokens up to each one, and what to remember after the last."""
     head_dim, groups = query.shape[-1], query.shape[1] // key.shape[1]
     kept = kept_tokens(keep, query)
-    count = past.count[:, None] + kept.cumsum(dim=1)
+    count = past.tokens[:, None] + kept.cumsum(dim=1)
     sums_q = past.query[:, :, None] + _entry_sums(query, keep).cumsum(dim=2)
     sums_k = past.key[:, :, None] + _entry_sums(key, keep).cumsum(dim=2).repeat_interleave(groups, dim=1)
     entries = (count * head_dim).clamp(min=1)[:, None].to(sums_q.dtype)
@@ -246,7 +246,7 @@ def _entry_sums(x: Tensor, keep: Tensor | None) -> Tensor:
 def _count(x: Tensor, keep: Tensor | None) -> Tensor:
     """Kept tokens of each sample, (B, 1)."""
     if keep is None:
-        return torch.full((x.shape[0], 1), float(x.shape[2]), dtype=accumulator(x.dtype), device=x.device)
+        return torch.full((x.shape[0], 1), x.shape[2], dtype=accumulator(x.dtype), device=x.device)
     return keep.sum(dim=1, keepdim=True).to(accumulator(x.dtype))
 
 

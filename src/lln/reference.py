@@ -6,6 +6,8 @@ indexing; where it has a recurrence, this has a loop over prefixes.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from lln.checks import check_block_size, check_choice, check_inputs
 from lln.curves import Matching, matched_spread
 from lln.functional import KINDS, Kind, broadcast_scale
 from lln.masks import kept_tokens, read_paddings
-from lln.moments import Scope
+from lln.moments import Scope, accumulator
 
 
 def softmax_attention(
@@ -53,8 +55,8 @@ def lln_attention(
         query_padding_mask=query_padding_mask,
         is_causal=is_causal,
     )
-    a = query * broadcast_scale("alpha", alpha, matched[0], query, heads=query.shape[1])
-    b = _heads(key, query) * broadcast_scale("beta", beta, matched[1], key, heads=query.shape[1])
+    a = query * broadcast_scale("alpha", alpha, matched[0], query, heads=query.shape[1]).to(query.dtype)
+    b = _heads(key, query) * broadcast_scale("beta", beta, matched[1], key, heads=query.shape[1]).to(key.dtype)
     log_kernel = torch.logsumexp(a[:, :, :, None] + b[:, :, None], dim=-1)  # ln of exp(a_i) . exp(b_j), (B, H, N, M)
     allowed = _allowed(query, key, key_padding_mask, is_causal)
     return (_normalise(log_kernel, allowed) @ _heads(value, query)).to(query.dtype)
@@ -107,17 +109,17 @@ def lln_diag_attention(
     return (far + near) / 2
 
 
-def attention_matrix(query: Tensor, key: Tensor, *, kind: Kind = "lln", **options: object) -> Tensor:
+def attention_matrix(query: Tensor, key: Tensor, *, kind: Kind = "lln", **options: Any) -> Tensor:
     """The attention matrix, as what the attention makes of the identity."""
     check_choice("kind", kind, KINDS)
-    attention = {
+    attention: Callable[..., Tensor] = {
         "softmax": softmax_attention,
         "lln": lln_attention,
         "block_diagonal": block_diagonal_attention,
         "lln_diag": lln_diag_attention,
     }[kind]
     identity = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:3], key.shape[2])
-    return attention(query, key, identity, **options)  # type: ignore[operator, no-any-return]
+    return attention(query, key, identity, **options)
 
 
 def match_moments(
@@ -132,8 +134,8 @@ def match_moments(
 ) -> tuple[Tensor, Tensor]:
     """alpha and beta (eq. 10) from the statistics of explicitly chosen tokens and their explicit scores."""
     keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
-    key = _heads(key, query).detach()
-    query = query.detach()
+    key = _heads(key, query).detach().to(accumulator(key.dtype))
+    query = query.detach().to(accumulator(query.dtype))
     batch, heads, tokens, head_dim = query.shape
 
     def kept(x: Tensor, keep: Tensor | None, sample: int, end: int | None = None) -> Tensor:
@@ -160,10 +162,7 @@ def match_moments(
     for s in range(batch):
         if is_causal:
             prefixes = [(kept(query, keep_key, s, t), kept(key, keep_key, s, t)) for t in range(1, tokens + 1)]
-            steps = [
-                scales(sigma(q), sigma(k), (sigma(q) * sigma(k)).square(), k.shape[1])
-                for q, k in prefixes
-            ]
+            steps = [scales(sigma(q), sigma(k), (sigma(q) * sigma(k)).square(), k.shape[1]) for q, k in prefixes]
             rows.append(tuple(torch.stack(list(x), dim=-1) for x in zip(*steps, strict=True)))
         else:
             q, k = kept(query, keep_query, s), kept(key, keep_key, s)

@@ -56,9 +56,9 @@ class LLNState:
     ) -> "LLNState":
         """The state before the first token.
 
-        `dtype` is that of the tokens to come. With `block_size` the state is one of LLN+Diag attention and keeps a block
-        of `key_heads` recent keys and values. alpha and beta (numbers, or tensors of shape (), (H,) or (B, H)) are
-        those of every token; without them each token has those of the tokens up to it (`lln.match_moments`).
+        `dtype` is that of the tokens to come. With `block_size` the state is that of LLN+Diag attention and keeps a
+        block of `key_heads` recent keys and values. alpha and beta (numbers, or tensors of shape (), (H,) or (B, H))
+        are those of every token; without them each token has those of the tokens up to it (`lln.match_moments`).
         """
         check_choice("matching", matching, MATCHINGS)
         value_dim, key_heads = value_dim or head_dim, key_heads or heads
@@ -77,7 +77,7 @@ class LLNState:
             recent["recent_key"] = like.new_zeros(batch, key_heads, block_size, head_dim)
             recent["recent_value"] = like.new_zeros(batch, key_heads, block_size, value_dim)
         count = torch.zeros(batch, dtype=torch.int64, device=device)
-        return cls(*memory, count, zeros, zeros, **scales, **recent, matching=matching)
+        return cls(memory.mass, memory.values, count, zeros, zeros, **scales, **recent, matching=matching)
 
     @property
     def block_size(self) -> int | None:
@@ -112,10 +112,8 @@ class LLNState:
         """As `prefill`, with the LLN and the block-diagonal output apart, in the accumulator's dtype."""
         self._check_tokens(query, key, value)
         keep = read_padding(key_padding_mask, key)
-        moments, sums = prefix_moments(
-            query, key, keep, PrefixSums(self.count, self.query_sums, self.key_sums)
-        )
-        matched = (None, None)
+        moments, sums = prefix_moments(query, key, keep, PrefixSums(self.count, self.query_sums, self.key_sums))
+        matched: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.alpha is None or self.beta is None:
             matched = moments.scales(head_dim=query.shape[3], matching=self.matching)
         alpha = broadcast_scale("alpha", self.alpha, matched[0], query, heads=query.shape[1])
@@ -126,7 +124,7 @@ class LLNState:
             self,
             mass=memory.mass,
             values=memory.values,
-            count=sums.count,
+            count=sums.tokens,
             query_sums=sums.query,
             key_sums=sums.key,
         )
@@ -147,8 +145,8 @@ class LLNState:
         """
         if any(scale is None for scale in (self.alpha, self.beta, later.alpha, later.beta)):
             raise ValueError(
-                "only states with given alpha and beta can be merged, because matched ones depend on the tokens before; "
-                "pass alpha= and beta= to LLNState.empty (lln.match_moments finds good values)"
+                "only states with given alpha and beta can be merged, because matched ones depend on the tokens "
+                "before; pass alpha= and beta= to LLNState.empty (lln.match_moments finds good values)"
             )
         mine, theirs = self.to_dict(), later.to_dict()
         if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
@@ -159,7 +157,8 @@ class LLNState:
         memory = plain.merge(plain.Memory(self.mass, self.values), plain.Memory(later.mass, later.values))
         recent_key, recent_value = self.recent_key, self.recent_value
         if recent_key is not None and recent_value is not None:
-            assert later.recent_key is not None and later.recent_value is not None
+            assert later.recent_key is not None
+            assert later.recent_value is not None
             filled = _filled(later.count, recent_key.shape[2])
             recent_key, recent_value = _newest(
                 recent_key, recent_value, self.count, later.recent_key, later.recent_value, filled
@@ -198,11 +197,12 @@ class LLNState:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "LLNState":
         tensors = {name: x for name, x in self.to_dict().items() if name != "matching"}
-        return replace(self, **{name: change(x) for name, x in tensors.items()})
+        return replace(self, **{name: change(x) for name, x in tensors.items()})  # type: ignore[arg-type]
 
     def _attend_recent(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
         """Block-diagonal attention, with what the current block already holds put before the new tokens."""
-        assert self.recent_key is not None and self.recent_value is not None
+        assert self.recent_key is not None
+        assert self.recent_value is not None
         size = self.recent_key.shape[2]
         begun = _filled(self.count % size, size)
         absent_query = query.new_zeros(*query.shape[:2], size, query.shape[3])
@@ -226,7 +226,9 @@ class LLNState:
             raise ValueError(f"at least one token is needed, got query {tuple(query.shape)}")
         if self.recent_key is not None:
             if key.shape[1] != self.recent_key.shape[1]:
-                raise ValueError(f"the state has {self.recent_key.shape[1]} key heads, got {key.shape[1]}; see key_heads=")
+                raise ValueError(
+                    f"the state has {self.recent_key.shape[1]} key heads, got {key.shape[1]}; see key_heads="
+                )
             if key.dtype != self.recent_key.dtype:
                 raise TypeError(f"the state is for {self.recent_key.dtype} tokens, got {key.dtype}; see dtype=")
         elif accumulator(key.dtype) != self.mass.dtype:

@@ -1,1 +1,1 @@
-"""How attention is computed. `plain` is torch alone: it runs on any device, compiles, exports and differentiates twice."""
+"""How attention is computed. `plain` is torch alone: any device, compiles, exports, differentiates twice."""

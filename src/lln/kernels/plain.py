@@ -145,8 +145,7 @@ def _causal_segment(a: Tensor, b: Tensor, v: Tensor, memory: Memory) -> tuple[Te
     size = 1
     while size < min(tokens, CAUSAL_CHUNK):
         size *= 2
-    a, v = (pad(x, (0, 0, 0, -tokens % size)).unflatten(2, (-1, size)) for x in (a, v))
-    b = pad(b, (0, 0, 0, -tokens % size), value=absent(b.dtype)).unflatten(2, (-1, size))  # (B, H, n, C, D)
+    a, v, b = _cut(a, size), _cut(v, size), _cut(b, size, absent(b.dtype))  # (B, H, n, C, D)
 
     within = _running_mass(b)
     chunk_memory = Memory(within[..., -1, :], torch.softmax(b, dim=3).mT @ v)
@@ -170,9 +169,17 @@ def _causal_segment(a: Tensor, b: Tensor, v: Tensor, memory: Memory) -> tuple[Te
     return output.flatten(2, 3)[:, :, :tokens], Memory(*(x[:, :, -1] for x in before))
 
 
+def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """Tokens (B, H, tokens, features) in pieces (B, H, n, size, features), the last one filled up."""
+    batch, heads, tokens, features = x.shape
+    number = (tokens + size - 1) // size
+    return pad(x, (0, 0, 0, number * size - tokens), value=fill).reshape(batch, heads, number, size, features)
+
+
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """Left and right halves (B, H, n, C / 2h, h, features) of the pieces of 2h tokens in each chunk."""
-    left, right = x.unflatten(3, (-1, 2, half)).unbind(dim=4)
+    batch, heads, number, size, features = x.shape
+    left, right = x.reshape(batch, heads, number, size // (2 * half), 2, half, features).unbind(dim=4)
     return left, right
 
 
@@ -201,9 +208,7 @@ def _running_merge(memory: Memory) -> Memory:
     return memory
 
 
-def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, is_causal: bool
-) -> Tensor:
+def _blocks(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, is_causal: bool) -> Tensor:
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     if tokens < block_size:
         block_size = tokens
@@ -212,16 +217,12 @@ def _blocks(
     for part in chunks(tokens, segment):
         kept = None if keep is None else keep[:, part]
         q, k, v = (x[:, :, part].to(accumulator(x.dtype)) for x in (query, key, value))
-        missing = -q.shape[2] % block_size
-        q, k, v = (
-            pad(x, (0, 0, 0, missing)).unflatten(2, (-1, block_size))
-            for x in (q, _repeat(blank(k, kept), groups), _repeat(blank(v, kept), groups))
-        )
-        real = kept_tokens(kept, query[:, :, part])
-        allowed = pad(real, (0, missing)).unflatten(1, (-1, 1, block_size))[:, None]  # (B, 1, n, 1, C)
+        real = kept_tokens(kept, q)
+        q, k, v = (_cut(x, block_size) for x in (q, _repeat(blank(k, kept), groups), _repeat(blank(v, kept), groups)))
+        allowed = _cut(real[:, None, :, None], block_size).mT  # (B, 1, n, 1, C)
         if is_causal:
             allowed = allowed & torch.ones(block_size, block_size, dtype=torch.bool, device=q.device).tril()
         scores = (q * query.shape[3] ** -0.5) @ k.mT
         weights = torch.softmax(scores.masked_fill(~allowed, absent(scores.dtype)), dim=-1)
-        outputs.append((weights @ v).flatten(2, 3)[:, :, : q.shape[2] * block_size - missing])
+        outputs.append((weights @ v).flatten(2, 3)[:, :, : real.shape[1]])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

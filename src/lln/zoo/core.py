@@ -142,7 +142,13 @@ class LLNDiag(LLN):
         beta: float | None = None,
     ) -> None:
         super().__init__(
-            num_heads=num_heads, head_dim=head_dim, max_len=max_len, matching=matching, scope=scope, alpha=alpha, beta=beta
+            num_heads=num_heads,
+            head_dim=head_dim,
+            max_len=max_len,
+            matching=matching,
+            scope=scope,
+            alpha=alpha,
+            beta=beta,
         )
         self.block_size = block_size
 

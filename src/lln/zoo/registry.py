@@ -78,7 +78,7 @@ class Mechanism(nn.Module):
             )
         if self.max_len is not None and record.needs_max_len and key.shape[2] > self.max_len:
             raise ValueError(
-                f"{record.name} was built for at most max_len={self.max_len} tokens, got {key.shape[2]}; build it longer"
+                f"{record.name} was built for max_len={self.max_len} tokens, got {key.shape[2]}; build it for more"
             )
         keep = read_padding(key_padding_mask, key)
         groups = query.shape[1] // key.shape[1]
