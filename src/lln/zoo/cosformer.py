@@ -1,0 +1,57 @@
+"""cosFormer: linear attention that prefers near tokens."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lln.masks import blank, kept_tokens
+from lln.moments import accumulator
+from lln.zoo.linear import linear_attention
+from lln.zoo.registry import Mechanism, register
+
+
+@register(
+    name="cosformer",
+    title="cosFormer",
+    paper="Qin et al.: cosFormer: Rethinking Softmax in Attention",
+    year=2022,
+    time="N D²",
+    memory="N D",
+    learned="",
+    causal=True,
+    padding=True,
+    cross=True,
+    random=False,
+    checked_against="the explicit matrix of the formula",
+)
+class CosFormer(Mechanism):
+    """P_ij ~ relu(q_i) . relu(k_j) cos(pi/2 (i - j) / L), linear because cos(x - y) = cos x cos y + sin x sin y.
+
+    Positions i and j count kept tokens. L is `max_len` or, without it, the number of tokens in the sample, as in the
+    paper's code; causal attention needs `max_len`, since the length of the whole sequence belongs to the future.
+    """
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
+        longest = max(query.shape[2], key.shape[2])
+        if self.max_len is None and is_causal:
+            raise ValueError("causal cosformer would see the length of its future: build it with max_len=")
+        if self.max_len is not None and longest > self.max_len:
+            raise ValueError(f"cosformer was built for max_len={self.max_len} tokens, got {longest}; build it for more")
+        dtype = accumulator(query.dtype)
+        kept_keys = kept_tokens(keep, key)
+        # With as many queries as keys these are the same tokens, as everywhere in this library (lln.masks).
+        kept_queries = kept_keys if query.shape[2] == key.shape[2] else kept_tokens(None, query)
+        if self.max_len is None:
+            length = torch.maximum(kept_queries.sum(dim=1), kept_keys.sum(dim=1)).clamp(min=1)[:, None].to(dtype)
+        else:
+            length = torch.full((1, 1), self.max_len, dtype=dtype, device=query.device)
+
+        def features(x: Tensor, kept: Tensor) -> Tensor:
+            position = (kept.cumsum(dim=1) - 1).to(dtype)
+            angle = (math.pi / 2 * position / length)[:, None, :, None]
+            return torch.cat((x * angle.cos(), x * angle.sin()), dim=-1)
+
+        phi_q = features(query.to(dtype).relu(), kept_queries)
+        phi_k = features(blank(key, keep).to(dtype).relu(), kept_keys)
+        return linear_attention(phi_q, phi_k, value, keep, is_causal)

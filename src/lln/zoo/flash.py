@@ -1,0 +1,68 @@
+"""FLASH: the mixed-chunk attention of the gated attention unit, exact inside chunks and linear across them."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lln.zoo.registry import Mechanism, register
+from lln.zoo.window import blocks, check_at_least, join_blocks, on_kept_tokens
+
+
+@register(
+    name="flash",
+    title="FLASH",
+    paper="Hua et al.: Transformer Quality in Linear Time",
+    year=2022,
+    time="N (C + D) D",
+    memory="N (C + D) + N D² / C",
+    learned="4 scales and 4 offsets of H D features",
+    causal=True,
+    padding=True,
+    cross=False,
+    random=False,
+    checked_against="the explicit matrix of the formula",
+    left_outside="the gate and the output projection, the one projection that queries and keys share, position bias",
+)
+class Flash(Mechanism):
+    """out_i = sum over j in the chunk of i of relu(q_i . k_j / C)² v_j  +  q'_i . sum over chunks of K'ᵀ V / n
+
+    where q, q' (of `query`) and k, k' (of `key`) each have a scale and an offset of their own for every feature, which
+    the mechanism owns. The sum over chunks takes all of them, and n counts all kept tokens; with a causal mask it takes
+    the chunks before that of i, n = C, and only j <= i count inside the chunk. There is no sum of weights to divide by.
+
+    Chunks count kept tokens. The paper's chunk is 256. Its formula says nothing of scale; scores over the number of
+    tokens, before the square, are its pseudo-code's, and n and C for the sums are those of FLASH-pytorch. Scales start
+    at 1, so that a new mechanism attends with the queries and keys that it is given.
+    """
+
+    def __init__(self, *, num_heads: int, head_dim: int, max_len: int | None = None, chunk_size: int = 256) -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim, max_len=max_len)
+        check_at_least(1, chunk_size=chunk_size)
+        self.chunk_size = chunk_size
+        # query inside and across chunks, key inside and across chunks
+        self.scale = nn.Parameter(torch.ones(4, num_heads, 1, head_dim))
+        self.offset = nn.Parameter(torch.zeros(4, num_heads, 1, head_dim))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
+        return on_kept_tokens(partial(self._mix, is_causal=is_causal), query, key, value, keep)
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None, *, is_causal: bool) -> Tensor:
+        tokens, size = query.shape[2], min(self.chunk_size, query.shape[2])
+        scale, offset = self.scale.to(query.dtype), self.offset.to(query.dtype)
+        q, q_across, k, k_across = (
+            blocks(x * s + o, size) for x, s, o in zip((query, query, key, key), scale, offset, strict=True)
+        )
+        v = blocks(value, size)  # padding comes blanked: whatever its weight, its values add nothing
+
+        weights = torch.relu(q @ k.mT / self.chunk_size).square()
+        inside = (weights.tril() if is_causal else weights) @ v
+        sums = k_across.mT @ v  # (B, H, n, D, V)
+        if is_causal:
+            # Shifted, not subtracted: nothing of the chunk itself can remain.
+            sums = pad(sums.cumsum(dim=2)[:, :, :-1], (0, 0, 0, 0, 1, 0)) / self.chunk_size
+        else:
+            count = tokens if kept is None else kept.sum(dim=1).clamp(min=1)[:, None, None, None, None]
+            sums = sums.sum(dim=2, keepdim=True) / count
+        return join_blocks(inside + q_across @ sums, tokens)

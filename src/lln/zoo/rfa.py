@@ -1,0 +1,76 @@
+"""Random feature attention: the Gaussian kernel by trigonometric random features."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from lln.masks import blank, kept_tokens
+from lln.moments import accumulator
+from lln.zoo.linear import linear_sums, weighted_mean
+from lln.zoo.performer import RandomFeatures
+from lln.zoo.registry import register
+
+
+@register(
+    name="rfa",
+    title="Random Feature Attention",
+    paper="Peng et al.: Random Feature Attention",
+    year=2021,
+    time="N F D",
+    memory="N F",
+    learned="a scale for each head and feature",
+    causal=True,
+    padding=True,
+    cross=True,
+    random=True,
+    checked_against="the explicit matrix of the formula",
+    left_outside="the recency gate",
+)
+class RFA(RandomFeatures):
+    """phi(x) = (cos(w . s x^), sin(w . s x^)) / sqrt(F) over the w, with x^ = x / |x| and a learned scale s.
+
+    The mean of phi(q) . phi(k) is the Gaussian kernel exp(-|s (q^ - k^)|²/2), which for a uniform s is proportional to
+    exp(s² q^ . k^): softmax attention of unit vectors. Estimates may be negative while the kernel between unit vectors
+    is at least exp(-2 max(s)²); a sum of weights below what that allows is raised to it.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        max_len: int | None = None,
+        num_features: int | None = None,
+        seed: int | None = None,
+        redraw_every: int | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            max_len=max_len,
+            num_features=num_features,
+            seed=seed,
+            redraw_every=redraw_every,
+        )
+        self.scale = nn.Parameter(torch.ones(num_heads, head_dim))
+
+    def default_features(self) -> int:
+        """2 D: with a cosine and a sine each, phi is four times as wide as a head."""
+        return 2 * self.head_dim
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
+        dtype = accumulator(query.dtype)
+        scale = self.scale.to(dtype)[:, None]
+        w = self.current_projection(dtype) * scale
+
+        def features(x: Tensor) -> Tensor:
+            angle = normalize(x.to(dtype), dim=-1) @ w.mT
+            return torch.cat((angle.cos(), angle.sin()), dim=-1) / math.sqrt(self.num_features)
+
+        weighted, total = linear_sums(features(query), features(blank(key, keep)), value, keep, is_causal)
+        kept = kept_tokens(keep, key).to(dtype)
+        count = kept.cumsum(dim=1) if is_causal else kept.sum(dim=1, keepdim=True)
+        smallest = (-2 * scale.detach().square().amax(dim=-1, keepdim=True)).exp()  # (H, 1, 1)
+        return weighted_mean(weighted, torch.maximum(total, count[:, None, :, None] * smallest)).to(value.dtype)

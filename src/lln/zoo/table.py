@@ -1,0 +1,61 @@
+"""All records as a table: the documentation and the command line show this one.
+
+`python -m lln.zoo.table docs/zoo.md` brings the table in that file up to date.
+"""
+
+import sys
+from pathlib import Path
+
+from lln.zoo.registry import Record, describe, names
+
+BEGIN, END = "<!-- table: begin, made by python -m lln.zoo.table docs/zoo.md -->", "<!-- table: end -->"
+
+
+def table() -> list[dict[str, str]]:
+    """A row for each mechanism: what its record says, in words."""
+    return [_row(describe(name)) for name in names()]
+
+
+def markdown() -> str:
+    """The table in Markdown, ending with a newline."""
+    rows = table()
+    header = list(rows[0])
+    lines = [header, ["---"] * len(header), *(list(row.values()) for row in rows)]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def update(text: str) -> str:
+    """`text` with the table between its two marks made anew."""
+    before, mark, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"the text must have the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"
+
+
+def _row(record: Record) -> dict[str, str]:
+    return {
+        "name": f"`{record.name}`",
+        "mechanism": record.title,
+        "paper": f"{record.paper} ({record.year})",
+        "time": record.time,
+        "memory": record.memory,
+        "linear": _yes(record.linear),
+        "causal": _yes(record.causal),
+        "padding": _yes(record.padding),
+        "cross": _yes(record.cross),
+        "random": _yes(record.random),
+        "learned": record.learned or "nothing",
+        "needs max_len": _yes(record.needs_max_len),
+        "checked against": record.checked_against,
+        "left outside": record.left_outside or "nothing",
+    }
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    page.write_text(update(page.read_text(encoding="utf-8")), encoding="utf-8")
