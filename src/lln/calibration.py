@@ -58,7 +58,8 @@ def log_variance(probabilities: Tensor) -> float:
 def entropy_deficit(probabilities: Tensor) -> float:
     """How far the mean row entropy is below that of uniform attention, in nats."""
     rows = -torch.special.xlogy(probabilities, probabilities).sum(dim=1)
-    return math.log(probabilities.shape[1]) - rows.mean().item()
+    deficit: float = math.log(probabilities.shape[1]) - rows.mean().item()
+    return deficit
 
 
 def draws(head_dim: int, num_keys: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,1 @@
+"""Speed and memory: what attention costs on this machine, as ratios measured side by side."""

@@ -1,0 +1,262 @@
+"""The `lln` command: every verb is a few lines around one function of the library."""
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(f'The lln command needs {error.name}: pip install "lln-attention[cli]"') from error
+
+app = typer.Typer(
+    help="Linear Log-Normal attention: see it work, measure it, look into it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Speed and memory on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+console = Console()
+
+# Columns that are set to the right.
+NUMBERS = (
+    "tokens",
+    "temperature",
+    "variance of ln P",
+    "entropy (bits)",
+    "spectral gap",
+    "time (ms)",
+    "quartiles",
+    "speed-up",
+    "peak memory (MiB)",
+    "head dim",
+    "a",
+    "b",
+    "a off",
+    "b off",
+)
+
+Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the pictures (PNG) and numbers (JSON).")] = Path("demo-results"),
+    seed: Seed = 0,
+) -> None:
+    """Moment matching at work, and what linear attention costs: two minutes, two tables, two pictures."""
+    from lln.report.demo import COSTS, MATRICES, PARTS, run_part
+
+    def measured(part: str) -> list[dict[str, Any]]:
+        with _progress(f"{part:<14}", PARTS[part][2]) as advance:
+            return run_part(part, out, seed=seed, on_row=lambda row: advance())
+
+    console.print("[bold]1. Moment matching[/]: does LLN attention concentrate as softmax attention does?")
+    rows = measured("concentration")
+    table = _table("temperature", "attention", "variance of ln P", "entropy (bits)", "spectral gap")
+    for row in rows:
+        if row["temperature"] in (2.0, 1.0, 0.7, 0.5):
+            look, _ = MATRICES[row["attention"]]
+            table.add_row(
+                f"{row['temperature']:g}",
+                look.label,
+                f"{row['log_variance']:.3f}",
+                f"{row['entropy_bits']:.2f}",
+                f"{row['spectral_gap']:.3f}",
+                end_section=row["attention"] == list(MATRICES)[-1],
+            )
+    console.print(table)
+
+    console.print("[bold]2. Cost[/]: forward time and peak memory against torch's softmax attention")
+    _print_costs(measured("cost"), {name: look.label for name, look in COSTS.items()})
+    console.print(
+        f"Pictures and numbers are in [bold]{out}[/]: " + ", ".join(f"{part}.png, {part}.json" for part in PARTS)
+    )
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path | None, typer.Option(help="Write the table here, in the format of lln/curves.json.")] = None,
+    explain_only: Annotated[
+        bool, typer.Option("--explain-only", help="Explain the shipped table, measure no new one.")
+    ] = False,
+) -> None:
+    """Measure the matching curves anew (about ten minutes), compare them with the shipped ones, and explain them."""
+    from lln import calibration
+    from lln.curves import TABLE, TABLE_PATH, linear_constants
+
+    if not explain_only:
+        with _progress("measuring curves", len(calibration.HEAD_DIMS) * (2 + len(calibration.NUM_KEYS))) as advance:
+            text = calibration.dump(calibration.calibrate(advance))
+        same = text == TABLE_PATH.read_text(encoding="utf-8")
+        console.print(
+            f"The new table is {'[green]identical, bit for bit,[/] to' if same else '[red]not[/]'} the shipped one."
+        )
+        if out is not None:
+            out.write_text(text, encoding="utf-8")
+            console.print(f"Written to {out}.")
+    table = _table("head dim", "a", "b", title="Eq. 10: Var(ln P) = a s² + b (64: as published)")
+    for head_dim in TABLE["head_dims"]:
+        a, b = linear_constants(head_dim)
+        table.add_row(str(head_dim), f"{a:.5f}", f"{b:.5f}")
+    console.print(table)
+
+    with _progress("explaining", len(calibration.FIT_ENDS) + len(calibration.ERROR_HEAD_DIMS)) as advance:
+        fits = calibration.published_range(advance)
+        errors = calibration.matching_errors(advance)
+    table = _table(
+        "fitted over s² up to", "a", "b", "a off", "b off", title="Where the published a and b come from (D = 64)"
+    )
+    for fit in fits:
+        table.add_row(
+            f"{fit['high']:g}", f"{fit['a']:.5f}", f"{fit['b']:.5f}", f"{fit['a_off']:+.1%}", f"{fit['b_off']:+.1%}"
+        )
+    console.print(table)
+    columns = [f"{variance:g}" for variance in calibration.ERROR_VARIANCES]
+    table = _table(
+        "matching", "of", "head dim", *columns, title="Error of each matching, over score variance (N = 1024, 8 draws)"
+    )
+    for row in errors:
+        cells = [f"{value:+.1%}" for value in row["errors"]]
+        table.add_row(row["matching"], row["quantity"], str(row["head_dim"]), *cells)
+    console.print(table)
+
+
+@app.command()
+def zoo(
+    name: Annotated[str | None, typer.Argument(help="A mechanism, to read all that its record says.")] = None,
+) -> None:
+    """The mechanisms that can be built by name, and what each of them can do."""
+    from lln.zoo.table import table as records
+
+    rows = {row["name"].strip("`"): row for row in records()}
+    if name is None:
+        columns = ("time", "causal", "padding", "cross", "random", "learned")
+        shown = _table("name", *columns)
+        for key, row in rows.items():
+            learned = "no" if row["learned"] == "nothing" else "yes"
+            shown.add_row(key, *(row[column] for column in columns[:-1]), learned)
+    elif name in rows:
+        shown = _table("record", name)
+        for key, value in rows[name].items():
+            shown.add_row(key, value)
+    else:
+        raise typer.BadParameter(f"no mechanism is called {name!r}; there are: {', '.join(rows)}")
+    console.print(shown)
+
+
+@app.command()
+def figure(
+    number: Annotated[int, typer.Argument(help="The number of the figure in the paper.")],
+    out: Annotated[Path, typer.Option(help="Folder for the PNG, the SVG and the CSV.")] = Path("figures"),
+    head_dim: int = 64,
+    tokens: int = 1024,
+    seed: Seed = 0,
+) -> None:
+    """Measure and draw a figure of the paper."""
+    from lln.report.figures import figure as draw
+
+    for path in draw(number, out=out, head_dim=head_dim, tokens=tokens, seed=seed):
+        console.print(str(path))
+
+
+@bench.command("attention")
+def bench_attention(
+    lengths: Annotated[
+        str, typer.Option(help="Numbers of tokens, separated by commas.")
+    ] = "256,512,1024,2048,4096,8192",
+    heads: int = 12,
+    head_dim: int = 64,
+    seconds: Annotated[float, typer.Option(help="Measure each length at least this long.")] = 2.0,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers here as JSON.")] = None,
+) -> None:
+    """Forward time and peak memory of LLN and LLN+Diag against torch's softmax attention."""
+    import json
+
+    from lln.bench.attention import MECHANISMS, compare_attention
+    from lln.provenance import provenance
+
+    try:
+        numbers = [int(number) for number in lengths.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"--lengths takes positive numbers separated by commas, got {lengths!r}")
+    rows = []
+    with _progress("attention", len(numbers) * len(MECHANISMS)) as advance:
+        for row in compare_attention(numbers, heads=heads, head_dim=head_dim, seconds=seconds, seed=seed):
+            rows.append(row)
+            advance()
+    _print_costs(rows, {name: name for name in MECHANISMS})
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        command = f"lln bench attention --lengths {lengths} --heads {heads} --head-dim {head_dim} --seconds {seconds:g}"
+        out.write_text(json.dumps(provenance(seed=seed, command=command) | {"rows": rows}, indent=1) + "\n")
+
+
+def main() -> None:
+    """Run the command; an interrupt or a user's mistake is a word, not a traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        console.print("\nInterrupted; what was finished is written.")
+        raise SystemExit(130) from None
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        console.print(f"[red]Error:[/] {error}", highlight=False)
+        raise SystemExit(2) from None
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
+    return table
+
+
+def _print_costs(rows: Iterable[dict[str, Any]], labels: dict[str, str]) -> None:
+    table = _table("tokens", "attention", "time (ms)", "quartiles", "speed-up", "peak memory (MiB)")
+    for row in rows:
+        low, high = row["quartiles"]
+        table.add_row(
+            f"{row['tokens']:,}",
+            labels[row["mechanism"]],
+            f"{row['milliseconds']:.4g}",
+            f"{low:.3g} - {high:.3g}",
+            f"{row['ratio']:.2f}",
+            f"{row['peak_bytes'] / 2**20:.1f}",
+            end_section=row["mechanism"] == list(labels)[-1],
+        )
+    console.print(table)
+
+
+@contextmanager
+def _progress(label: str, total: int) -> Any:
+    """A progress bar with the time left; hands out the function that moves it one step."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(label, total=total)
+        advance: Callable[[], None] = lambda: progress.advance(task)  # noqa: E731
+        yield advance
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The paper's figures that need no training, each as PNG, SVG and CSV: what `lln figure` calls."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from lln.provenance import commit
+from lln.report.plot import Row, Setup, save, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NUMBERS = (2, 5, 6, 7)
+# Matrices are explicit: at 4096 tokens one of them takes 128 MB, and below 16 there is nothing to take statistics of.
+TOKENS, HEAD_DIMS = (16, 4096), (4, 1024)
+
+OnStep = Callable[[int, int], None]
+
+
+class FigureModule(Protocol):
+    """What a module `lln.report.figure_N` has."""
+
+    def count(self, setup: Setup) -> int: ...
+    def measure(self, setup: Setup) -> Iterator[Row]: ...
+    def draw(self, setup: Setup, rows: list[Row]) -> "Figure": ...
+
+
+def figure(
+    number: int,
+    *,
+    out: str | os.PathLike[str],
+    head_dim: int = 64,
+    tokens: int = 1024,
+    seed: int = 0,
+    on_step: OnStep | None = None,
+) -> tuple[Path, Path, Path]:
+    """Measure and draw a figure of the paper: `figure-N.png`, `.svg` and `.csv` in the directory `out`, which is made.
+
+    The same arguments give the same files, at one commit and on one machine. `on_step(done, total)` is called after
+    each measurement; without it a progress bar is shown if standard error is a terminal.
+    """
+    if number not in NUMBERS or isinstance(number, bool):
+        raise ValueError(f"there is no figure {number!r}; number must be one of {', '.join(map(str, NUMBERS))}")
+    _check("tokens", tokens, *TOKENS)
+    _check("head_dim", head_dim, *HEAD_DIMS)
+    _check("seed", seed, 0, 2**31)
+    directory = Path(out)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"out must be a directory, and {directory} is a file; name the directory that it is in")
+    setup = Setup(number=number, head_dim=head_dim, tokens=tokens, seed=seed, commit=commit())
+    with style():  # first, so that a missing matplotlib is found out before anything is measured
+        module = cast(FigureModule, import_module(f"lln.report.figure_{number}"))
+        rows: list[Row] = []
+        total = module.count(setup)
+        with _progress(number, total) if on_step is None else _given(on_step) as step:
+            for row in module.measure(setup):
+                rows.append(row)
+                step(len(rows), total)
+        assert len(rows) == total, (len(rows), total)
+        directory.mkdir(parents=True, exist_ok=True)
+        return save(module.draw(setup, rows), rows, directory, f"figure-{number}")
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be an int from {low} to {high}, got {value!r}")
+
+
+@contextmanager
+def _given(on_step: OnStep) -> Iterator[OnStep]:
+    yield on_step
+
+
+@contextmanager
+def _progress(number: int, total: int) -> Iterator[OnStep]:
+    """A bar on standard error that vanishes when done, if somebody can see it and rich is there."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ModuleNotFoundError:
+        yield lambda done, total: None
+        return
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(f"figure {number}", total=total)
+        yield lambda done, total: bar.update(task, completed=done)
