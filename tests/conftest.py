@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+# Many small tensors: a second thread costs more than it gives, and each pytest worker has a core.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:

@@ -99,7 +99,7 @@ def test_block_size(name, mistake):
 
 def test_what_needs_equal_lengths_says_what_to_use():
     short = make(B, H, 3, D)
-    with pytest.raises(ValueError, match="block-diagonal attention needs as many queries as keys.*lln_attention"):
+    with pytest.raises(ValueError, match=r"block-diagonal attention needs as many queries as keys.*lln_attention"):
         lln.lln_diag_attention(short, good(), good())
     with pytest.raises(ValueError, match="is_causal=True needs as many queries"):
         lln.lln_attention(short, good(), good(), is_causal=True)

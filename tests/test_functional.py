@@ -274,7 +274,7 @@ def test_block_of_any_size_with_softmax_as_the_limit(tokens):
 
 
 def test_long_sequences_pass_in_pieces(tokens, monkeypatch):
-    """Nothing changes where a sequence is cut into pieces (and lengths of whole pieces, and one more, are no exception)."""
+    """Nothing changes where a sequence is cut into pieces, also at whole pieces and one token more."""
     from lln.kernels import plain
 
     for N in (32, 33, 100):

@@ -22,26 +22,30 @@ def read_padding(mask: Tensor | None, like: Tensor, *, name: str = "key_padding_
     if mask is None:
         return None
     batch, tokens = like.shape[0], like.shape[2]
-    wanted = f"a bool tensor ({batch}, {tokens}) with True = keep, or an integer tensor ({batch},) of lengths"
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be {wanted}, got {type(mask).__name__}")
+        raise TypeError(f"{name} must be {_wanted(like)}, got {type(mask).__name__}")
     if mask.device != like.device:
         raise ValueError(f"{name} is on {mask.device} but the tokens are on {like.device}; move it there")
     if mask.dim() > 2:
         raise ValueError(
-            f"{name} must be {wanted}, got shape {tuple(mask.shape)}: a mask for each pair of tokens cannot be "
+            f"{name} must be {_wanted(like)}, got shape {tuple(mask.shape)}: a mask for each pair of tokens cannot be "
             "honoured in linear time; give which keys are padding, and is_causal=True for a causal mask"
         )
     if mask.dim() == 1 and mask.dtype in INTEGERS:
         return _read_lengths(mask, batch, tokens, name)
     if mask.dtype is not torch.bool:
         raise TypeError(
-            f"{name} must be {wanted}, got {mask.dtype} of shape {tuple(mask.shape)}; "
+            f"{name} must be {_wanted(like)}, got {mask.dtype} of shape {tuple(mask.shape)}; "
             "turn a 0/1 mask into bool with mask.bool(), an additive mask with mask == 0"
         )
     if mask.shape != (batch, tokens):
-        raise ValueError(f"{name} must be {wanted}, got shape {tuple(mask.shape)}")
+        raise ValueError(f"{name} must be {_wanted(like)}, got shape {tuple(mask.shape)}")
     return mask
+
+
+def _wanted(like: Tensor) -> str:  # put into words only when needed: words make a compiler fix the sizes
+    batch, tokens = like.shape[0], like.shape[2]
+    return f"a bool tensor ({batch}, {tokens}) with True = keep, or an integer tensor ({batch},) of lengths"
 
 
 def _read_lengths(lengths: Tensor, batch: int, tokens: int, name: str) -> Tensor:

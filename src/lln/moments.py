@@ -28,7 +28,7 @@ Scope = Literal["sample", "batch"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 # Long sequences pass through in pieces of this many tokens, so that what is computed on the way stays small.
-CHUNK_TOKENS = 16384
+CHUNK_TOKENS = 4096
 
 # Statistics see larger entries as this, so that no square or sum of squares overflows float32.
 LARGEST_ENTRY = 1e15
@@ -180,8 +180,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunks(tokens: int, size: int = CHUNK_TOKENS) -> Iterator[slice]:
-    """Slices of at most `size` tokens; a short sequence is one piece, also when its length is symbolic."""
-    if tokens <= size:
+    """Slices of at most `size` tokens; one slice while compiling, where the length may be symbolic."""
+    if torch.compiler.is_compiling() or tokens <= size:
         yield slice(0, tokens)
     else:
         for start in range(0, tokens, size):

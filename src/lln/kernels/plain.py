@@ -13,6 +13,7 @@ the accumulator's dtype inside, at least float32; `alpha` and `beta` broadcast t
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -68,10 +69,9 @@ def remember(key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, *, h
 
 def recall(query: Tensor, alpha: Tensor, memory: Memory) -> Tensor:
     """out = softmax(alpha q + L) S, piece by piece."""
-    outputs = [
-        torch.softmax(a + memory.mass[:, :, None], dim=-1) @ memory.values for a in _weighted_queries(query, alpha)
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    mass, values = memory.mass[:, :, None], memory.values
+    parts = (torch.softmax(a + mass, dim=-1) @ values for a in _weighted_queries(query, alpha))
+    return _collect(parts, query, values.shape[3])
 
 
 def full_attention(
@@ -85,12 +85,15 @@ def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, keep: Tensor | None, memory: Memory
 ) -> tuple[Tensor, Memory]:
     """LLN attention of every query to the memory and to the kept keys up to its own, and the memory after the last."""
-    outputs = []
-    queries = _weighted_queries(query, alpha)
-    for a, (b, v) in zip(queries, _weighted_keys(key, value, beta, keep, query.shape[1]), strict=True):
-        output, memory = _causal_segment(a, b, v, memory)
-        outputs.append(output)
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), memory
+
+    def parts() -> Iterator[Tensor]:
+        nonlocal memory
+        queries = _weighted_queries(query, alpha)
+        for a, (b, v) in zip(queries, _weighted_keys(key, value, beta, keep, query.shape[1]), strict=True):
+            output, memory = _causal_segment(a, b, v, memory)
+            yield output
+
+    return _collect(parts(), query, value.shape[3]), memory
 
 
 def block_diagonal_attention(
@@ -102,11 +105,25 @@ def block_diagonal_attention(
     a token that is not kept lies in no block and gets zeros.
     """
     if keep is None:
-        return _blocks(query, key, value, None, block_size, is_causal)
+        return _collect(_blocks(query, key, value, None, block_size, is_causal), query, value.shape[3])
     order = front_order(keep)
     query, key, value = (take_tokens(x, order) for x in (query, key, value))
-    output = _blocks(query, key, value, keep.gather(1, order), block_size, is_causal)
+    parts = _blocks(query, key, value, keep.gather(1, order), block_size, is_causal)
+    output = _collect(parts, query, value.shape[3])
     return blank(take_tokens(output, order.argsort(dim=1)), keep)
+
+
+def _collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
+    """The pieces of an output one after the other; a list of them beside it would take its memory twice."""
+    first = next(parts)
+    if first.shape[2] == query.shape[2]:
+        return first
+    output = first.new_empty(*query.shape[:3], width)
+    end = 0
+    for part in chain((first,), parts):
+        start, end = end, end + part.shape[2]
+        output[:, :, start:end] = part
+    return output
 
 
 def _weighted_queries(query: Tensor, alpha: Tensor) -> Iterator[Tensor]:
@@ -166,7 +183,7 @@ def _causal_segment(a: Tensor, b: Tensor, v: Tensor, memory: Memory) -> tuple[Te
         gained = weights @ v_left
         output = output + _join_halves(torch.zeros_like(gained), gained)
         half *= 2
-    return output.flatten(2, 3)[:, :, :tokens], Memory(*(x[:, :, -1] for x in before))
+    return _uncut(output, tokens), Memory(*(x[:, :, -1] for x in before))
 
 
 def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
@@ -174,6 +191,11 @@ def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
     batch, heads, tokens, features = x.shape
     number = (tokens + size - 1) // size
     return pad(x, (0, 0, 0, number * size - tokens), value=fill).reshape(batch, heads, number, size, features)
+
+
+def _uncut(x: Tensor, tokens: int) -> Tensor:
+    """The first tokens of pieces; a slice would make a compiler ask whether the last piece was full."""
+    return pad(x.flatten(2, 3), (0, 0, 0, tokens - x.shape[2] * x.shape[3]))
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
@@ -208,13 +230,14 @@ def _running_merge(memory: Memory) -> Memory:
     return memory
 
 
-def _blocks(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, is_causal: bool) -> Tensor:
+def _blocks(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, is_causal: bool
+) -> Iterator[Tensor]:
+    """Attention inside blocks, piece by piece."""
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     if tokens < block_size:
         block_size = tokens
-    segment = max(block_size, CHUNK_TOKENS // block_size * block_size)
-    outputs = []
-    for part in chunks(tokens, segment):
+    for part in chunks(tokens, max(block_size, CHUNK_TOKENS // block_size * block_size)):
         kept = None if keep is None else keep[:, part]
         q, k, v = (x[:, :, part].to(accumulator(x.dtype)) for x in (query, key, value))
         real = kept_tokens(kept, q)
@@ -224,5 +247,4 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, bloc
             allowed = allowed & torch.ones(block_size, block_size, dtype=torch.bool, device=q.device).tril()
         scores = (q * query.shape[3] ** -0.5) @ k.mT
         weights = torch.softmax(scores.masked_fill(~allowed, absent(scores.dtype)), dim=-1)
-        outputs.append((weights @ v).flatten(2, 3)[:, :, : real.shape[1]])
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        yield _uncut(weights @ v, real.shape[1])
