@@ -1,0 +1,39 @@
+# `make demo` and `make test` set up .venv by themselves, and again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## see moment matching and linear cost at work (two minutes; pictures in demo-results)
+	$(BIN)/lln demo
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest --numprocesses 2
+
+lint: $(READY)  ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)  ## put the code into the format that lint asks for
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## measure time and memory against torch's softmax attention
+	$(BIN)/lln bench attention
+
+clean:  ## remove what the other targets made
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-results build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
