@@ -172,6 +172,19 @@ def figure(
         console.print(str(path))
 
 
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A folder with a saved Hugging Face model, or a model type as roberta.")],
+    text: Annotated[Path, typer.Option(help="The text that the model reads.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the table (CSV) and heat maps (PNG).")] = None,
+    tokens: Annotated[int, typer.Option(help="Read at most so many tokens.")] = 512,
+) -> None:
+    """What every head of a model does with a text: temperature, entropy, spectral gap and bias."""
+    from lln.instruments.inspect import inspect as look
+
+    look(model, text, out=out, tokens=tokens)
+
+
 @bench.command("attention")
 def bench_attention(
     lengths: Annotated[
@@ -214,7 +227,7 @@ def main() -> None:
     except KeyboardInterrupt:
         console.print("\nInterrupted; what was finished is written.")
         raise SystemExit(130) from None
-    except (ValueError, FileNotFoundError, PermissionError) as error:
+    except (ValueError, ImportError, OSError) as error:
         console.print(f"[red]Error:[/] {error}", highlight=False)
         raise SystemExit(2) from None
 

@@ -1,0 +1,100 @@
+"""The public surface: names, README, what `import lln` needs, and that the project speaks of itself alone."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lln
+import lln.zoo
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_public_names_are_those_of_all():
+    modules = {"reference"}
+    public = {name for name, x in vars(lln).items() if not name.startswith("_") and type(x).__name__ != "module"}
+    assert set(lln.__all__) == public | modules
+    for name in lln.__all__:
+        assert getattr(lln, name).__doc__, name
+
+
+def test_reference_has_the_functions_signatures():
+    import inspect
+
+    for name in ("lln_attention", "block_diagonal_attention", "lln_diag_attention", "match_moments"):
+        assert inspect.signature(getattr(lln, name)) == inspect.signature(getattr(lln.reference, name)), name
+
+
+def test_the_core_needs_torch_alone():
+    script = """
+import sys
+for name in ("typer", "rich", "matplotlib", "scipy", "transformers", "numpy", "pandas"):
+    sys.modules[name] = None
+import torch, lln
+lln.lln_diag_attention(*torch.randn(3, 1, 1, 9, 8))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_its_extras_the_command_says_what_to_install():
+    script = "import sys; sys.modules['typer'] = None; import lln.cli"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'pip install "lln-attention[cli]"' in done.stderr
+
+
+def test_readme_example_runs():
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(examples) == 1
+    assert len([line for line in examples[0].splitlines() if line.strip()]) <= 12
+    scope = {}
+    exec(examples[0], scope)
+    assert scope["output"].shape == (2, 8, 1, 64)
+    x = scope["torch"].randn(2, 30, 512)
+    assert scope["layer"](x).shape == x.shape
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_command_in_the_documents_exists():
+    from typer.main import get_command
+
+    from lln.cli import app
+
+    known = get_command(app).commands
+    for document in DOCUMENTS:
+        for verb in re.findall(r"(?:^|`)lln ([a-z]+)\b", document.read_text(), re.MULTILINE):
+            assert verb in known, f"{document.name}: lln {verb}"
+
+
+def test_counts_in_the_documents():
+    assert "twenty-two mechanisms" in (ROOT / "CHANGELOG.md").read_text()
+    assert len(lln.zoo.names()) == 22
+
+
+def test_citation_names_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["preferred-citation"]["title"] == "Linear Log-Normal Attention with Unbiased Concentration"
+
+
+def test_every_module_imports_and_says_what_it_is():
+    for path in sorted((ROOT / "src/lln").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        assert importlib.import_module(name).__doc__, name
+
+
+def test_make_lists_its_targets():
+    listed = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
+    for target in ("demo", "test", "lint", "bench", "clean"):
+        assert re.search(rf"^{target}\s+\S", listed, re.MULTILINE), listed
