@@ -1,0 +1,198 @@
+"""Query and key of a running attention: read from the arguments of our modules, of torch's and of Hugging Face's.
+
+Each reader takes the module and the arguments of its call, and copies one sample and a few heads. A reader that cannot
+make sense of its arguments raises `UnreadableError`, in words for a warning.
+
+Shapes: B batch, H heads, N queries, M keys, D features, E width of the model; h chosen heads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lln.functional import KINDS, broadcast_scale
+from lln.instruments.reading import Options, read
+from lln.instruments.rows import MeanRows, Rows, SoftmaxRows
+from lln.masks import read_padding
+from lln.moments import accumulator, match_moments
+from lln.nn import LLNAttention, LLNDiagAttention
+
+Choose = Callable[[int, int], tuple[int, list[int]]]  # from batch and heads to a sample and some heads
+
+# Names under which transformers runs softmax attention, by how they start.
+HF_SOFTMAX = ("eager", "sdpa", "flash", "flex", "paged")
+
+
+class UnreadableError(Exception):
+    """An attention that cannot be recorded, and why."""
+
+
+@dataclass
+class Capture:
+    """Query (1, h, N, D) and key (1, h, M, D) of one sample, and how they are attended.
+
+    `mask` (1 or h, N, M) is what a model gave for pairs of tokens: bool with True = may see, or float to be added.
+    `share` (h,) is the part of LLN in LLN + Diag where it is not one half.
+    """
+
+    heads: list[int]
+    query: Tensor
+    key: Tensor
+    options: Options
+    mask: Tensor | None = None
+    share: Tensor | None = None
+
+    def rows(self) -> list[Rows]:
+        """Pieces that hold the heads in order."""
+        if self.mask is None:
+            pieces = read(self.query, self.key, self.options)[1]
+            done = 0
+            for piece in pieces:
+                if isinstance(piece, MeanRows) and self.share is not None:
+                    piece.share = self.share[done : done + piece.heads, None, None]
+                done += piece.heads
+            return pieces
+        masks = self.mask if len(self.mask) > 1 else [self.mask[0]] * len(self.heads)
+        return [self._masked_rows(head, mask) for head, mask in enumerate(masks)]
+
+    def _masked_rows(self, head: int, mask: Tensor) -> Rows:
+        query, key = self.query[0, head, None], self.key[0, head, None]
+        everything = SoftmaxRows(query, key, is_causal=False, mask=mask)
+        allowed = everything.allowed(everything.index)
+        rows, columns = allowed.any(dim=1), allowed.any(dim=0)
+        square = len(rows) == len(columns)
+        if square:
+            rows = columns = rows & columns  # padding is padding on both sides
+        is_causal = square and len(rows) > 1 and not bool(allowed[rows][:, columns].triu(1).any())
+        return SoftmaxRows(query[:, rows], key[:, columns], is_causal=is_causal, mask=mask[rows][:, columns])
+
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """alpha and beta (h,) of LLN attention; those of the last kept token if each token has its own."""
+        if self.options.get("kind", "lln") not in ("lln", "lln_diag"):
+            return None
+        keep = self.options.get("key_padding_mask")
+        matched = match_moments(
+            self.query,
+            self.key,
+            matching=self.options.get("matching", "variance"),
+            scope=self.options.get("scope", "sample"),
+            key_padding_mask=keep,
+            is_causal=self.options.get("is_causal", False),
+        )
+        last = -1 if keep is None or not bool(keep.any()) else int(keep[0].nonzero()[-1])
+        heads = len(self.heads)
+        alpha = broadcast_scale("alpha", self.options.get("alpha"), matched[0], self.query, heads=heads)
+        beta = broadcast_scale("beta", self.options.get("beta"), matched[1], self.key, heads=heads)
+        alpha, beta = (x[0, :, last if x.shape[2] > 1 else 0, 0].expand(heads) for x in (alpha, beta))
+        return alpha, beta
+
+
+def take(
+    choose: Choose, query: Tensor, key: Tensor, options: Options, *, mask: Tensor | None = None, scale: float = 1.0
+) -> Capture:
+    """Copy one sample and some heads of query (B, H, N, D), key (B, H_k, M, D) and what belongs to them."""
+    sample, heads = choose(query.shape[0], query.shape[1])
+    groups = query.shape[1] // key.shape[1]
+    options = options.copy()
+    keep = options.get("key_padding_mask")
+    if keep is not None:
+        options["key_padding_mask"] = keep[sample, None].clone()
+    if "alpha" in options:
+        options["alpha"] = _take_scale(options["alpha"], sample, heads)
+    if "beta" in options:
+        options["beta"] = _take_scale(options["beta"], sample, heads)
+    if mask is not None:
+        mask = mask[sample] if len(mask) > 1 else mask[0]
+        mask = (mask[heads] if len(mask) > 1 else mask).clone()
+    dtype = accumulator(query.dtype)
+    chosen_keys = [head // groups for head in heads]
+    # Indexing with a list copies, so that what the model does to its tensors later does not matter.
+    return Capture(
+        heads,
+        query.detach()[sample, heads][None].to(dtype) * scale,
+        key.detach()[sample, chosen_keys][None].to(dtype),
+        options,
+        mask,
+    )
+
+
+def _take_scale(scale: float | Tensor | None, sample: int, heads: list[int]) -> float | Tensor | None:
+    if not isinstance(scale, Tensor) or scale.dim() == 0:
+        return scale
+    scale = scale.detach()[None] if scale.dim() == 1 else scale.detach()
+    scale = scale[sample, None] if len(scale) > 1 else scale
+    return scale[:, heads] if scale.shape[1] > 1 else scale.clone()
+
+
+def from_ours(
+    choose: Choose,
+    module: LLNAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Capture:
+    """`lln.LLNAttention` and `lln.LLNDiagAttention`, also inside `lln.MultiheadAttention`.
+
+    A learned scale for each value feature leaves LLN + Diag without a matrix; its LLN branch is recorded then.
+    """
+    keep = read_padding(key_padding_mask, key)
+    options = Options(kind="lln", key_padding_mask=keep, is_causal=is_causal, matching=module.matching)
+    # While training `scales` would update the running averages.
+    given = (module.alpha, module.beta) if module.training else module.scales(query, key)
+    options["alpha"], options["beta"] = given
+    if module.scope == "batch" and None in given:
+        matched = match_moments(query, key, matching=module.matching, scope="batch", key_padding_mask=keep)
+        options["alpha"], options["beta"] = (m if g is None else g for m, g in zip(matched, given, strict=True))
+    if isinstance(module, LLNDiagAttention) and module.combine != "scale":
+        options["kind"], options["block_size"] = "lln_diag", module.block_size
+    capture = take(choose, query, key, options)
+    if isinstance(module, LLNDiagAttention) and module.combine == "ratio":
+        capture.share = module.ratio_logit.sigmoid()[capture.heads].to(capture.query.dtype)
+    return capture
+
+
+def from_hugging_face(
+    choose: Choose,
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **rest: Any,
+) -> Capture:
+    """An attention function of transformers: query and key come after rotary embedding and cache.
+
+    A function registered under the name of one of our kinds, or with an attribute `kind`, is read as that kind.
+    """
+    kind = implementation if implementation in KINDS else None
+    if kind is None and not implementation.startswith(HF_SOFTMAX):
+        raise UnreadableError(
+            f"attention implementation {implementation!r} is neither softmax nor one of {', '.join(KINDS)}"
+        )
+    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    causal = causal and query.shape[2] == key.shape[2] and query.shape[2] > 1
+    width = query.shape[-1]
+    scale = 1.0 if scaling is None else scaling * width**0.5
+    if attention_mask is None:
+        # Eager attention is causal by its mask alone; the others are by a flag when there is no mask.
+        options = Options(kind=kind or "softmax", is_causal=causal and implementation != "eager")
+        return take(choose, query, key, options, scale=scale)
+    if not isinstance(attention_mask, Tensor):
+        raise UnreadableError(f"a mask of type {type(attention_mask).__name__} cannot be read; use attention 'sdpa'")
+    if attention_mask.dim() == 2:
+        options = Options(kind=kind or "softmax", is_causal=causal, key_padding_mask=attention_mask.bool())
+        return take(choose, query, key, options, scale=scale)
+    if kind not in (None, "softmax"):
+        raise UnreadableError(
+            f"a mask of shape {tuple(attention_mask.shape)} for pairs of tokens is not for kind {kind!r}"
+        )
+    mask = attention_mask[..., : key.shape[2]]
+    return take(choose, query, key, Options(kind="softmax"), mask=mask, scale=scale)

@@ -1,0 +1,48 @@
+"""How concentrated attention is: entropy (eq. 7) and the variance of its rows (eq. 21)."""
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from lln.instruments.reading import Options, measure
+from lln.instruments.rows import Rows
+
+
+def entropy(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+    """Mean entropy of the rows in bits (eq. 7), from 0 (each query sees one key) to log2 M (all keys alike):
+
+        H = -1/N sum_ij P_ij log2 P_ij
+
+    Give a stochastic matrix (..., N, M), or query (B, H, N, D), key and the options of `lln.attention_matrix`. The
+    result has the leading dimensions. Padding does not count; a sample without any kept token gives NaN.
+    """
+    return measure(row_entropy, attention, key, options)
+
+
+def variance(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+    """Mean variance of the rows (eq. 21), from 0 (uniform) to 1/M - 1/M² (one key a query):
+
+        sigma_p² = 1/M sum_j (P_ij - 1/M)²
+
+    With a causal mask M is the number of keys that the row may see. Input and result as in `entropy`.
+    """
+    return measure(row_variance, attention, key, options)
+
+
+def row_entropy(rows: Rows) -> Tensor:
+    total = torch.zeros(rows.heads, dtype=torch.float64, device=rows.index.device)
+    for index in rows.parts():
+        total += torch.special.entr(rows.block(index)).sum(dim=(1, 2), dtype=torch.float64)
+    return total / len(rows.index) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+
+
+def row_variance(rows: Rows) -> Tensor:
+    total = torch.zeros(rows.heads, dtype=torch.float64, device=rows.index.device)
+    for index in rows.parts():
+        allowed = rows.allowed(index)
+        count = allowed.sum(dim=-1, keepdim=True).double()
+        block = rows.block(index)
+        squares = (block - (1 / count).to(block.dtype)).square().masked_fill(~allowed, 0.0)
+        total += (squares.sum(dim=2, dtype=torch.float64) / count[:, 0]).sum(dim=1)
+    return total / len(rows.index)

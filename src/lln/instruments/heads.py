@@ -1,0 +1,60 @@
+"""All that is recorded of a head, from what was captured of it."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from lln.instruments.bias import budget
+from lln.instruments.capture import Capture
+from lln.instruments.records import Record
+from lln.instruments.rows import LLNRows, MatrixRows, Rows, SoftmaxRows
+from lln.instruments.spectral_gap import gap
+from lln.instruments.temperature import of_scores, temperature
+
+SCALARS = ("temperature", "entropy", "gap", "bias", "alpha", "beta")
+
+
+@torch.no_grad()
+def measure_heads(capture: Capture, tokens: int, chance: random.Random) -> list[Record]:
+    """The values of each captured head, from at most `tokens` rows."""
+    nothing: Record = {"tokens": None, "keys": None, "limit": None} | dict.fromkeys(SCALARS)
+    finite = bool(capture.query.isfinite().all()) and bool(capture.key.isfinite().all())
+    pieces = capture.rows() if finite else []
+    if not pieces or min(min(rows.num_rows, rows.num_columns) for rows in pieces) == 0:
+        return [nothing.copy() for _ in capture.heads]
+    kept = {"tokens": pieces[0].num_rows, "keys": pieces[0].num_columns}
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("limit", *SCALARS)}
+    for rows in pieces:
+        _sample_rows(rows, tokens, chance)
+        limit, entropy, biased, _ = budget(rows).unbind(dim=-1)
+        columns["limit"].append(limit)
+        columns["entropy"].append(entropy)
+        columns["bias"].append(biased)
+        if isinstance(rows, SoftmaxRows) and (rows.is_causal or capture.mask is not None):
+            columns["temperature"].append(of_scores(rows))
+        if rows.num_rows == rows.num_columns:
+            columns["gap"].append(_affordable_gap(rows))
+    if not columns["temperature"]:
+        columns["temperature"] = [temperature(capture.query, capture.key, **capture.options).flatten()]
+    scales = capture.scales()
+    if scales is not None:
+        columns["alpha"], columns["beta"] = [scales[0]], [scales[1]]
+    values = {name: torch.cat(parts).tolist() for name, parts in columns.items() if parts}
+    return [nothing | kept | {name: value[i] for name, value in values.items()} for i in range(len(capture.heads))]
+
+
+def _sample_rows(rows: Rows, tokens: int, chance: random.Random) -> None:
+    """Let at most `tokens` rows be measured."""
+    if rows.num_rows > tokens:
+        chosen = sorted(chance.sample(range(rows.num_rows), tokens))
+        rows.index = torch.tensor(chosen, device=rows.index.device)
+
+
+def _affordable_gap(rows: Rows) -> Tensor:
+    """The gap; or that of the chain among the sampled tokens, where the whole matrix would be too dear."""
+    separate = isinstance(rows, SoftmaxRows) and rows.block_size is not None
+    if len(rows.index) == rows.num_rows or rows.is_causal or isinstance(rows, LLNRows) or separate:
+        return gap(rows)
+    among = rows.block(rows.index)[:, :, rows.index]
+    return gap(MatrixRows(among / among.sum(dim=-1, keepdim=True), is_causal=False))

@@ -1,0 +1,206 @@
+"""`lln inspect MODEL --text FILE`: what every head of a Hugging Face model does with a text."""
+
+import math
+import random
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.instruments.capture import Capture
+from lln.instruments.heads import measure_heads
+from lln.instruments.lognormality import statistics
+from lln.instruments.records import Record, write_table
+from lln.instruments.tap import Tap
+
+# What is printed and drawn: column, title, unit.
+PANELS = (
+    ("temperature", "temperature", ""),
+    ("entropy", "entropy", "bits"),
+    ("gap", "spectral gap", ""),
+    ("bias", "bias", "bits"),
+)
+# A model without weights is built small, so that looking at it takes seconds.
+SMALL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
+BYTES = 256
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
+# These count positions from 2 on: one less than the padding's id would have it.
+OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "longformer")
+
+
+def inspect(model: str, text_file: str | Path, *, out: str | Path | None = None, tokens: int = 512) -> list[Record]:
+    """The verb: read a text file, inspect the model, print its tables; with `out`, write the table and a picture."""
+    path = Path(text_file)
+    if not path.is_file():
+        raise ValueError(f"--text must be a text file, there is none at {path}")
+    records = inspect_model(model, path.read_text(encoding="utf-8", errors="replace"), out=out, tokens=tokens)
+    print_inspection(records)
+    return records
+
+
+def inspect_model(model: str, text: str, *, out: str | Path | None = None, tokens: int = 512) -> list[Record]:
+    """One record for each layer and head: the instruments of what it makes of the first `tokens` tokens of a text.
+
+    `model` is a folder saved by `save_pretrained`, or the name of a Hugging Face model type ("roberta", "bert",
+    "gpt2", "llama", ...), for which a small random one is made. Where weights or a tokenizer are missing, the note in
+    each record says so: weights are drawn with seed 0, and the bytes of the text are taken for tokens. With `out` the
+    folder gets `inspect.csv` and `inspect.png`.
+    """
+    if not text.strip():
+        raise ValueError("the text is empty; a few hundred words show the most")
+    if tokens < 2:
+        raise ValueError(f"tokens must be at least 2, got {tokens}: a single token has nothing to attend to")
+    network, tokenizer, notes = _load(model)
+    ids = _encode(network, tokenizer, text, tokens)
+    if ids.shape[1] < 2:
+        raise ValueError(f"the text has only {ids.shape[1]} token; a few hundred words show the most")
+    network.eval()
+    main = network.get_encoder() if network.config.is_encoder_decoder else network
+    with Tap(network, lambda batch, heads: (0, list(range(heads)))) as tap, torch.no_grad():
+        main(input_ids=ids)
+    if not tap.captures:
+        raise ValueError(f"{model} has no attention that can be read; its class is {type(network).__name__}")
+    records = [
+        {"layer": layer, "head": head, **values, "note": "; ".join(notes)}
+        for layer, capture in tap.captures.items()
+        for head, values in zip(capture.heads, _instruments(capture), strict=True)
+    ]
+    if out is not None:
+        folder = Path(out)
+        write_table(records, folder / "inspect.csv")
+        draw_inspection(records, folder / "inspect.png", title=f"{model}: {ids.shape[1]} tokens")
+    return records
+
+
+def print_inspection(records: list[Record]) -> None:
+    """A table of layers and heads for each instrument."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError as error:
+        raise ImportError("printing needs rich: pip install 'lln-attention[cli]'") from error
+    console = Console()
+    for column, title, unit in PANELS:
+        layers, grid = _grid(records, column)
+        name = f"{title} ({unit})" if unit else title
+        table = Table(title=f"{name} of each layer and head", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.padding = (0, 1, 0, 0)
+        table.add_column("layer", no_wrap=True)
+        for head in range(len(grid[0])):
+            table.add_column(str(head), justify="right", no_wrap=True)
+        for layer, row in zip(layers, grid, strict=True):
+            table.add_row(layer, *("-" if math.isnan(value) else f"{value:.2f}" for value in row))
+        console.print(table)
+    limit = records[0]["limit"]
+    console.print(f"{records[0]['tokens']} tokens; entropy of uniform attention: {limit:.2f} bits")
+    if records[0]["note"]:
+        console.print(f"Note: {records[0]['note']}.")
+
+
+def draw_inspection(records: list[Record], path: str | Path, *, title: str) -> Path:
+    """A heat map of layers and heads for each instrument, in one picture."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'lln-attention[cli]'") from error
+    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    figure.suptitle(title)
+    for axes, (column, name, unit) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+        layers, grid = _grid(records, column)
+        image = axes.imshow(grid, aspect="auto", cmap="viridis", origin="lower")
+        axes.set_title(f"{name} ({unit})" if unit else name)
+        axes.set_xlabel("head")
+        axes.set_ylabel("layer")
+        axes.set_xticks(range(0, len(grid[0]), max(1, len(grid[0]) // 6)))
+        axes.set_yticks(range(0, len(layers), max(1, len(layers) // 6)))
+        figure.colorbar(image, ax=axes)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)
+    return path
+
+
+def _instruments(capture: Capture) -> list[Record]:
+    """What is recorded of a head, and how log-normal it is."""
+    everything = capture.query.shape[2]
+    values = measure_heads(capture, everything, random.Random(0))
+    shape = torch.cat([statistics(rows) for rows in capture.rows()])
+    names = ("log_mean", "log_variance", "skewness", "excess_kurtosis", "ks_distance", "zeros")
+    return [value | dict(zip(names, row, strict=True)) for value, row in zip(values, shape.tolist(), strict=True)]
+
+
+def _load(model: str) -> tuple[Any, Any, list[str]]:
+    """The network, its tokenizer or None, and what to say about them."""
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError as error:
+        raise ImportError("lln inspect needs transformers: pip install 'lln-attention[hf]'") from error
+    folder = Path(model)
+    notes: list[str] = []
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} holds no config.json; give a folder saved by save_pretrained")
+        config = transformers.AutoConfig.from_pretrained(folder)
+        weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+        words = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    elif model in transformers.CONFIG_MAPPING:
+        config, weights, words = transformers.AutoConfig.for_model(model, **SMALL), False, False
+    else:
+        raise ValueError(
+            f"{model!r} is neither a folder saved by save_pretrained nor a model type such as 'roberta', 'bert', "
+            "'gpt2' or 'llama'; save a model of the hub to a folder first"
+        )
+    if weights:
+        network = transformers.AutoModel.from_pretrained(folder)
+    else:
+        notes.append("no weights found, so they are random")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = transformers.AutoModel.from_config(config)
+    if not words:
+        notes.append("no tokenizer found, so the bytes of the text are its tokens")
+    if network.main_input_name != "input_ids":
+        raise ValueError(f"{model} reads {network.main_input_name}, not text; record it with lln.instruments.Recorder")
+    return network, transformers.AutoTokenizer.from_pretrained(folder) if words else None, notes
+
+
+def _encode(network: Any, tokenizer: Any, text: str, tokens: int) -> Tensor:
+    """The first tokens of the text, (1, N), as many as the model has positions for."""
+    config = network.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or tokens
+    if network.config.model_type in OFFSET_POSITIONS:
+        positions -= 2
+    length = min(tokens, positions)
+    if tokenizer is not None:
+        encoded = tokenizer(text, truncation=True, max_length=length, return_tensors="pt")
+        return torch.as_tensor(encoded["input_ids"])
+    # Small ids are often special, such as padding, which would be masked.
+    first = max(0, min(10, config.vocab_size - BYTES))
+    ids = [first + byte % (config.vocab_size - first) for byte in text.encode()[:length]]
+    return torch.tensor([ids])
+
+
+def _grid(records: list[Record], column: str) -> tuple[list[str], list[list[float]]]:
+    """The layers, and the values of a column by layer and head; NaN where there is none."""
+    layers = list(dict.fromkeys(record["layer"] for record in records))
+    width = 1 + max(record["head"] for record in records)
+    grid = [[math.nan] * width for _ in layers]
+    for record in records:
+        if record[column] is not None:
+            grid[layers.index(record["layer"])][record["head"]] = record[column]
+    return _short_names(layers), grid
+
+
+def _short_names(layers: list[str]) -> list[str]:
+    """Names without the parts that all layers share, if there are several."""
+    parts = [name.split(".") for name in layers]
+    if len(layers) < 2:
+        return layers
+    while len({tuple(name[:1]) for name in parts}) == 1:
+        parts = [name[1:] for name in parts]
+    while len({tuple(name[-1:]) for name in parts}) == 1:
+        parts = [name[:-1] for name in parts]
+    return [".".join(name) for name in parts]

@@ -1,0 +1,75 @@
+"""Records on disk: JSON lines that survive a crash, and tables made of them.
+
+A record is one line, a flat JSON object. What cannot be measured is null, so that any JSON reader takes it.
+"""
+
+import csv
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class RecordFile:
+    """Appends records to a file. When `append` returns they are on the disk: a crash loses what was being written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def append(self, records: list[Record]) -> None:
+        self._file.write("".join(json.dumps(_clean(record), allow_nan=False) + "\n" for record in records))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """The records of a file; a last line that was cut off by a crash is left out.
+
+    `pandas.DataFrame(read_records(path))` is a table with one row for each step, layer and head.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                records.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break  # no newline behind it: torn
+            raise ValueError(f"{path}, line {number} is not a record: {line[:80]!r}") from error
+    return records
+
+
+def write_table(records: list[Record], path: str | os.PathLike[str]) -> Path:
+    """The records as CSV, one column for each key; empty where a value is missing."""
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(_clean(record) for record in records)
+    return path
+
+
+def _clean(record: Record) -> Record:
+    """Null for what JSON has no number for."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove a last line without its newline, which a crash has left, so that new records start on a line."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,136 @@
+"""Listening to the attentions of a model while it runs, without changing a bit of what it computes.
+
+Modules get a `forward` that looks at its arguments and then calls the module's own; Hugging Face models are heard where
+they look up their attention function. Hooks would be simpler, but torch's fused encoder steps aside for them and rounds
+differently. What is looked at is copied without gradients, without random numbers, and outside autocast, so that its
+cache of cast weights is never touched and values are not rounded more than the model's own.
+"""
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.instruments.capture import Capture, Choose, UnreadableError, from_hugging_face, from_ours
+from lln.instruments.capture_torch import from_encoder_layer, from_torch
+from lln.nn import LLNAttention
+
+Reader = Callable[..., Capture]
+
+
+class Tap(AbstractContextManager["Tap"]):
+    """Captures the first call of each attention in `model` while it is open; `seconds` is what that took."""
+
+    def __init__(self, model: nn.Module, choose: Choose) -> None:
+        self.captures: dict[str, Capture] = {}
+        self.seconds = 0.0
+        self._choose = choose
+        self._stack = ExitStack()
+        for name, module, reader in attentions(model):
+            self._wrap(name, module, reader)
+        if "transformers.modeling_utils" in sys.modules:
+            names = {id(module): name for name, module in model.named_modules()}
+            hear = _listen(names, self._see)
+            self._stack.callback(_forget, hear)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give every module its own forward back."""
+        self._stack.close()
+
+    def _wrap(self, name: str, module: nn.Module, reader: Reader) -> None:
+        previous, forward = module.__dict__.get("forward"), module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._see(name, reader, module, *args, **kwargs)
+            return forward(*args, **kwargs)
+
+        def restore() -> None:
+            if previous is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = previous
+
+        module.__dict__["forward"] = watched
+        self._stack.callback(restore)
+
+    def _see(self, name: str, reader: Reader, *args: Any, **kwargs: Any) -> None:
+        if name in self.captures:  # gradient checkpointing and accumulation call again
+            return
+        start = time.perf_counter()
+        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
+        try:
+            with torch.no_grad(), torch.autocast(device, enabled=False):
+                self.captures[name] = reader(self._choose, *args, **kwargs)
+        except UnreadableError as reason:
+            warnings.warn(f"{name} is not recorded: {reason}", stacklevel=2)
+        self.seconds += time.perf_counter() - start
+
+
+def attentions(model: nn.Module) -> list[tuple[str, nn.Module, Reader]]:
+    """The modules of a model whose arguments say what they attend to, with their names."""
+    found: list[tuple[str, nn.Module, Reader]] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LLNAttention):
+            found.append((name, module, from_ours))
+        elif isinstance(module, nn.TransformerEncoderLayer) and _is_torch(module.self_attn):
+            found.append((f"{name}.self_attn".removeprefix("."), module, from_encoder_layer))
+            inside.add(id(module.self_attn))
+        elif _is_torch(module) and id(module) not in inside:
+            found.append((name, module, from_torch))
+    return found
+
+
+def _is_torch(module: nn.Module) -> bool:
+    """Whether this is torch's MultiheadAttention, and not a subclass that computes something else."""
+    return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+
+
+def hugging_face_models(model: nn.Module) -> list[str]:
+    """The names of the transformers models inside `model`."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return []
+    kind = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    return [name for name, module in model.named_modules() if isinstance(module, kind)]
+
+
+_listeners: list[tuple[dict[int, str], Callable[..., None]]] = []
+
+
+def _listen(names: dict[int, str], see: Callable[..., None]) -> tuple[dict[int, str], Callable[..., None]]:
+    """Hear every call of an attention function by a module in `names`, until `_forget`."""
+    functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    if not _listeners:
+        find = functions.get_interface
+
+        def get_interface(implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+            function = find(implementation, default)
+            name = getattr(function, "kind", implementation or "eager")
+
+            def heard(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                for known, observe in _listeners:
+                    if id(module) in known:
+                        observe(known[id(module)], from_hugging_face, name, module, *args, **kwargs)
+                return function(module, *args, **kwargs)
+
+            return heard
+
+        functions.__dict__["get_interface"] = get_interface
+    listener = (names, see)
+    _listeners.append(listener)
+    return listener
+
+
+def _forget(listener: tuple[dict[int, str], Callable[..., None]]) -> None:
+    functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    _listeners[:] = [other for other in _listeners if other is not listener]
+    if not _listeners:
+        del functions.__dict__["get_interface"]

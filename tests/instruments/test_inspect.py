@@ -1,0 +1,83 @@
+"""`lln inspect`: a layer x head table of a Hugging Face model."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from lln.instruments.inspect import inspect, inspect_model, print_inspection
+
+transformers = pytest.importorskip("transformers")
+TEXT = "The queen asked the gardener why the roses were red. The gardener said nothing, and painted on. " * 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+@pytest.mark.parametrize("name", ["roberta", "bert", "gpt2", "llama"])
+def test_model_types(name: str) -> None:
+    records = inspect_model(name, TEXT, tokens=40)
+    assert [(r["layer"] == records[0]["layer"], r["head"]) for r in records[:5]] == [(True, i) for i in range(4)] + [
+        (False, 0)
+    ]
+    assert len(records) == 4 * 4
+    assert "random" in records[0]["note"]
+    for r in records:
+        assert r["tokens"] == 40
+        assert 0 < r["entropy"] <= r["limit"] + 1e-5
+        assert 0 <= r["gap"] <= 1
+        assert 0 <= r["bias"] <= r["limit"] - r["entropy"] + 1e-5
+        assert 0 <= r["ks_distance"] <= 1
+
+
+def test_saved_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    state = torch.get_rng_state()
+    records = inspect(str(folder), text, out=tmp_path / "out", tokens=50)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(records) == 3 * 4
+    assert records[0]["note"] == "no tokenizer found, so the bytes of the text are its tokens"
+    printed = capsys.readouterr().out
+    for title in ("temperature", "entropy (bits)", "spectral gap", "bias (bits)", "50 tokens", "5.64 bits"):
+        assert title in printed
+    with (tmp_path / "out" / "inspect.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["entropy"]) for row in rows] == [pytest.approx(r["entropy"]) for r in records]
+    assert (tmp_path / "out" / "inspect.png").read_bytes().startswith(b"\x89PNG")
+    again = inspect_model(str(folder), TEXT, tokens=50)
+    assert [r["gap"] for r in again] == [r["gap"] for r in records]
+
+
+def test_long_text_is_cut_to_the_positions(folder: Path) -> None:
+    records = inspect_model(str(folder), TEXT * 10, tokens=10_000)
+    assert records[0]["tokens"] == 512
+
+
+def test_one_layer_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    records = [r for r in inspect_model("bert", TEXT, tokens=10) if r["layer"].startswith("encoder.layer.0")]
+    records[0]["gap"] = None
+    print_inspection(records)
+    assert "encoder.layer.0.attention.self" in capsys.readouterr().out
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither a folder"):
+        inspect_model("roberta-base", TEXT)
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        inspect_model(str(tmp_path), TEXT)
+    with pytest.raises(ValueError, match="reads pixel_values, not text"):
+        inspect_model("vit", TEXT)
+    with pytest.raises(ValueError, match="the text is empty"):
+        inspect_model("bert", "  \n")
+    with pytest.raises(ValueError, match="tokens must be at least 2"):
+        inspect_model("bert", TEXT, tokens=1)
+    with pytest.raises(ValueError, match="text file"):
+        inspect("bert", tmp_path / "missing.txt")
