@@ -64,6 +64,7 @@ def test_compile_with_the_default_backend_forward_and_backward(tokens):
 @NAMES
 def test_export_with_dynamic_length(tokens, name, is_causal):
     """Full attention for any length; what works in blocks or chunks for lengths with the same number of them."""
+
     class Model(torch.nn.Module):
         def forward(self, query, key, value):
             return getattr(lln, name)(query, key, value, is_causal=is_causal)

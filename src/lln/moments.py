@@ -28,7 +28,7 @@ Scope = Literal["sample", "batch"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 # Long sequences pass through in pieces of this many tokens, so that what is computed on the way stays small.
-CHUNK_TOKENS = 4096
+CHUNK_TOKENS = 2048
 
 # Statistics see larger entries as this, so that no square or sum of squares overflows float32.
 LARGEST_ENTRY = 1e15
