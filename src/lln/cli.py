@@ -79,7 +79,7 @@ def demo(
             )
     console.print(table)
 
-    console.print("[bold]2. Cost[/]: forward time and peak memory against torch's softmax attention")
+    console.print("[bold]2. Cost[/]: forward time (one thread) and peak memory against torch's softmax attention")
     _print_costs(measured("cost"), {name: look.label for name, look in COSTS.items()})
     console.print(
         f"Pictures and numbers are in [bold]{out}[/]: " + ", ".join(f"{part}.png, {part}.json" for part in PARTS)
@@ -246,13 +246,17 @@ def _print_costs(rows: Iterable[dict[str, Any]], labels: dict[str, str]) -> None
         table.add_row(
             f"{row['tokens']:,}",
             labels[row["mechanism"]],
-            f"{row['milliseconds']:.4g}",
-            f"{low:.3g} - {high:.3g}",
+            _short(row["milliseconds"]),
+            f"{_short(low)} - {_short(high)}",
             f"{row['ratio']:.2f}",
             f"{row['peak_bytes'] / 2**20:.1f}",
             end_section=row["mechanism"] == list(labels)[-1],
         )
     console.print(table)
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @contextmanager

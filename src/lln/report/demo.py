@@ -61,8 +61,18 @@ def concentration_rows(seed: int) -> Iterator[Row]:
 
 
 def cost_rows(seed: int) -> Iterator[Row]:
-    """Forward time and peak memory over the number of tokens, against torch's softmax attention."""
-    yield from compare_attention(LENGTHS, tuple(COSTS), heads=BENCH_HEADS, head_dim=HEAD_DIM, seconds=0.4, seed=seed)
+    """Forward time and peak memory over the number of tokens, against torch's softmax attention.
+
+    On one thread: on a machine that does other things too, two threads wait for each other, and times say little.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from compare_attention(
+            LENGTHS, tuple(COSTS), heads=BENCH_HEADS, head_dim=HEAD_DIM, seconds=0.4, seed=seed
+        )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def draw_concentration(rows: Sequence[Row], path: Path) -> None:
@@ -83,8 +93,7 @@ def draw_concentration(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_costs(rows: Sequence[Row], path: Path) -> None:
-    setting = f"B = 1, H = {BENCH_HEADS}, D = {HEAD_DIM}, float32, {torch.get_num_threads()} threads"
-    footer = f"{setting}, medians of interleaved runs  ·  lln demo"
+    footer = f"B = 1, H = {BENCH_HEADS}, D = {HEAD_DIM}, float32, one thread, medians of interleaved runs  ·  lln demo"
     with style():
         figure, axes = panels(footer, "Time and memory from 256 to 16,384 tokens", 2, size=(9.0, 4.2))
         for name, look in COSTS.items():
