@@ -82,6 +82,10 @@ def demo(
     console.print("[bold]2. Cost[/]: forward time (one thread) and peak memory against torch's softmax attention")
     _print_costs(measured("cost"), {name: look.label for name, look in COSTS.items()})
     console.print(
+        "torch's softmax attention keeps no N x N matrix either, so memory grows in proportion to N for all three; "
+        "its time grows with the square of N."
+    )
+    console.print(
         f"Pictures and numbers are in [bold]{out}[/]: " + ", ".join(f"{part}.png, {part}.json" for part in PARTS)
     )
 

@@ -111,7 +111,7 @@ def draw_costs(rows: Sequence[Row], path: Path) -> None:
 
 def _save(figure: "Figure", path: Path) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.legend(handles, labels, loc="outside right center")
     figure.savefig(path, dpi=DPI)
 
 
