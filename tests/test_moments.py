@@ -26,8 +26,27 @@ def test_score_variance_is_that_of_all_scores(tokens, N, dtype):
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT / math.sqrt(16)
     tolerance = {"rtol": 1e-3 if dtype == torch.float32 else 1e-10, "atol": 1e-9}
     torch.testing.assert_close(moments.score_variance.double(), scores.flatten(2).var(2, correction=0), **tolerance)
+    within_rows = scores.var(3, correction=0).mean(2)
+    torch.testing.assert_close(moments.row_variance.double(), within_rows, **tolerance)
     torch.testing.assert_close(moments.sigma_q, q.flatten(2).std(2, correction=0))
     torch.testing.assert_close(moments.sigma_k, k.flatten(2).std(2, correction=0).repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("matching", ["linear", "variance", "entropy"])
+def test_what_all_keys_have_in_common_does_not_matter(tokens, matching):
+    """Softmax's matrix stays the same when all keys are shifted, and so must LLN's."""
+    q, k, _ = tokens(N=60)
+    matrix = lln.attention_matrix(q, k, matching=matching)
+    torch.testing.assert_close(lln.attention_matrix(q, k + 7.0, matching=matching), matrix, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("mean", [0.0, 10.0, 1000.0])
+def test_prefix_statistics_in_float32_do_not_cancel(tokens, mean):
+    q, k, _ = tokens(N=300, D=32)
+    wide = measure_moments(q + mean, k + mean, is_causal=True)
+    narrow = measure_moments((q + mean).float(), (k + mean).float(), is_causal=True)
+    for name in ("sigma_q", "sigma_k"):
+        torch.testing.assert_close(getattr(narrow, name).double(), getattr(wide, name), rtol=1e-3, atol=0)
 
 
 def test_masked_and_prefix_statistics_are_those_of_the_chosen_tokens(tokens):
@@ -129,5 +148,5 @@ def test_temperatures():
     torch.testing.assert_close(softmax_temperature(moments.score_variance)[:, 0], 1 / scores.std(1, correction=0))
     alpha, beta = moments.scales(head_dim=64, matching="linear")
     matched = lln_temperature(alpha, beta, moments.sigma_q, moments.sigma_k, head_dim=64)
-    torch.testing.assert_close(matched, softmax_temperature(moments.score_variance))
+    torch.testing.assert_close(matched, softmax_temperature(moments.row_variance))
     assert lln_temperature(alpha * 0, beta * 0, moments.sigma_q, moments.sigma_k, head_dim=64).isinf().all()

@@ -96,6 +96,21 @@ def test_vmap_and_grad(tokens, name, is_causal):
     torch.testing.assert_close(single, leaves[0].grad)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["lln_attention", "lln_diag_attention"])
+def test_backward_allocates_in_proportion_to_the_tokens(tokens, name, is_causal):
+    """The gradient of each piece of a long sequence must not be as large as the sequence."""
+
+    def allocated(N):
+        inputs = tokens(B=1, H=1, N=N, D=8, dtype=torch.float32, grad=True)
+        output = getattr(lln, name)(*inputs, is_causal=is_causal)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            output.sum().backward()
+        return sum(max(event.self_cpu_memory_usage, 0) for event in profile.events())
+
+    assert allocated(2**15) < 4.4 * allocated(2**13)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="resets the peak of the process, which Linux can")
 @pytest.mark.parametrize("call", ["lln.lln_attention(q, k, v)", "lln.lln_diag_attention(q, k, v)"])
 def test_a_million_tokens_need_little_memory(call):

@@ -19,7 +19,7 @@ from lln.checks import check_block_size, check_choice, check_inputs, check_scale
 from lln.curves import MATCHINGS, Matching
 from lln.kernels import plain
 from lln.masks import read_paddings
-from lln.moments import SCOPES, Scope, accumulator, match_moments
+from lln.moments import SCOPES, Scope, accumulator, autocast_is_on, check_causal_options, match_moments
 
 Kind = Literal["lln", "lln_diag", "block_diagonal", "softmax"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -32,7 +32,7 @@ def _autocast_like_sdpa(attention: Attention) -> Attention:
 
     @wraps(attention)
     def wrapped(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
+        if not isinstance(query, Tensor) or not autocast_is_on(query.device.type):
             return attention(query, key, value, **options)
         device, dtype = query.device.type, torch.get_autocast_dtype(query.device.type)
         query, key, value = (
@@ -213,6 +213,7 @@ def _lln(
     check_inputs(query, key, value, same_length="is_causal=True" if is_causal else None)
     check_choice("matching", matching, MATCHINGS)
     check_choice("scope", scope, SCOPES)
+    check_causal_options(is_causal, scope, query_padding_mask)
     _, keep = read_paddings(query, key, key_padding_mask, query_padding_mask)
     if query.shape[2] == 0 or key.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3], dtype=accumulator(query.dtype))

@@ -13,9 +13,10 @@ got when it came, so that an attention over a million tokens is still a recurren
 Shapes: B batch, H heads, N queries, M keys, D features of a head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from functools import wraps
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -36,18 +37,43 @@ LARGEST_ENTRY = 1e15
 SMALLEST_SIGMA = 1e-30
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def in_full_precision(function: Function) -> Function:
+    """Run a function of tensors in the dtypes chosen here, also where autocast is on."""
+
+    @wraps(function)
+    def wrapped(query: Tensor, *args: Any, **options: Any) -> Any:
+        if not isinstance(query, Tensor) or not autocast_is_on(query.device.type):
+            return function(query, *args, **options)
+        with torch.autocast(query.device.type, enabled=False):
+            return function(query, *args, **options)
+
+    return cast(Function, wrapped)
+
+
+def autocast_is_on(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 @dataclass(frozen=True)
 class Moments:
     """Statistics of queries and keys: (B, H) tensors, or (B, H, N) with those of each prefix if they are causal."""
 
     sigma_q: Tensor
     sigma_k: Tensor
-    score_variance: Tensor  # of q_i . k_j / sqrt(D) over all pairs of kept tokens
+    score_variance: Tensor  # of q_i . k_j / sqrt(D) over all pairs of kept tokens: that of eq. 5
+    row_variance: Tensor  # of the same around the mean of each row: what is left of it after softmax
     num_keys: Tensor
 
     def scales(self, *, head_dim: int, matching: Matching) -> tuple[Tensor, Tensor]:
-        """alpha and beta of eq. 10."""
-        spread = matched_spread(self.score_variance, self.num_keys, head_dim=head_dim, matching=matching)
+        """alpha and beta of eq. 10.
+
+        Softmax does not see what all scores of a row have in common, which keys with a mean far from zero make large;
+        so what is matched is the variance within rows. With keys around zero, as the paper assumes, both are the same.
+        """
+        spread = matched_spread(self.row_variance, self.num_keys, head_dim=head_dim, matching=matching)
         share = (spread / 2).sqrt()
         return _divide(share, self.sigma_q), _divide(share, self.sigma_k)
 
@@ -56,8 +82,8 @@ class PrefixSums(NamedTuple):
     """What the statistics of a growing sequence need to remember of its past."""
 
     tokens: Tensor  # (B,) kept so far
-    query: Tensor  # (B, H, 2) sum and sum of squares of the entries
-    key: Tensor  # (B, H, 2)
+    query: Tensor  # (B, H, 3) sums over tokens of the mean of its entries, the mean's square, and their variance
+    key: Tensor  # (B, H, 3)
 
 
 def match_moments(
@@ -90,6 +116,7 @@ def match_moments(
     return moments.scales(head_dim=query.shape[-1], matching=matching)
 
 
+@in_full_precision
 @torch.no_grad()
 def measure_moments(
     query: Tensor,
@@ -111,11 +138,8 @@ def measure_moments(
     check_choice("scope", scope, SCOPES)
     check_inputs(query, key, same_length="is_causal=True" if is_causal else None)
     keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
+    check_causal_options(is_causal, scope, query_padding_mask)
     if is_causal:
-        if scope == "batch":
-            raise ValueError('scope="batch" looks at whole sequences; with is_causal=True use scope="sample"')
-        if query_padding_mask is not None:
-            raise ValueError("with is_causal=True the queries are the keys' tokens; leave query_padding_mask out")
         moments, _ = prefix_moments(query, key, keep_key, empty_sums(query))
         return moments
     if scope == "batch":
@@ -129,12 +153,17 @@ def measure_moments(
     # that are not negative, where E[x²] - E[x]² would cancel. In units of the root mean square so that all stay finite.
     unit_q, mean_q, covariance_q = _in_units(mean_q, covariance_q)
     unit_k, mean_k, covariance_k = _in_units(mean_k, covariance_k)
-    variance = (
-        (covariance_q * covariance_k).sum(dim=(-2, -1))
-        + (mean_k[..., None, :] @ covariance_q @ mean_k[..., None])[..., 0, 0]
-        + (mean_q[..., None, :] @ covariance_k @ mean_q[..., None])[..., 0, 0]
-    )
-    return Moments(sigma_q, sigma_k, variance / query.shape[-1] * _square_of_product(unit_q, unit_k), num_keys)
+    within_rows = (covariance_q * covariance_k).sum(dim=(-2, -1)) + _quadratic(covariance_k, mean_q)
+    between_rows = _quadratic(covariance_q, mean_k)
+    scale = _square_of_product(unit_q, unit_k) / query.shape[-1]
+    return Moments(sigma_q, sigma_k, (within_rows + between_rows) * scale, within_rows * scale, num_keys)
+
+
+def check_causal_options(is_causal: bool, scope: Scope, query_padding_mask: Tensor | None) -> None:
+    if is_causal and scope == "batch":
+        raise ValueError('scope="batch" looks at whole sequences; with is_causal=True use scope="sample"')
+    if is_causal and query_padding_mask is not None:
+        raise ValueError("with is_causal=True the queries are the keys' tokens; leave query_padding_mask out")
 
 
 def softmax_temperature(score_variance: Tensor) -> Tensor:
@@ -154,24 +183,29 @@ def lln_temperature(alpha: Tensor, beta: Tensor, sigma_q: Tensor, sigma_k: Tenso
 def empty_sums(query: Tensor) -> PrefixSums:
     """The statistics of no tokens, for query (B, H, N, D)."""
     batch, heads = query.shape[:2]
-    zeros = torch.zeros(batch, heads, 2, dtype=accumulator(query.dtype), device=query.device)
+    zeros = torch.zeros(batch, heads, 3, dtype=sum_dtype(query.device), device=query.device)
     return PrefixSums(torch.zeros(batch, dtype=torch.int64, device=query.device), zeros, zeros)
 
 
+@in_full_precision
 @torch.no_grad()
 def prefix_moments(query: Tensor, key: Tensor, keep: Tensor | None, past: PrefixSums) -> tuple[Moments, PrefixSums]:
     """Moments (B, H, N) of the past and the tokens up to each one, and what to remember after the last."""
-    head_dim, groups = query.shape[-1], query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]
     kept = kept_tokens(keep, query)
     count = past.tokens[:, None] + kept.cumsum(dim=1)
     sums_q = past.query[:, :, None] + _entry_sums(query, keep).cumsum(dim=2)
     sums_k = past.key[:, :, None] + _entry_sums(key, keep).cumsum(dim=2).repeat_interleave(groups, dim=1)
-    entries = (count * head_dim).clamp(min=1)[:, None].to(sums_q.dtype)
-    sigma_q, sigma_k = (
-        (sums[..., 1] / entries - (sums[..., 0] / entries).square()).clamp(min=0.0).sqrt() for sums in (sums_q, sums_k)
-    )
-    moments = Moments(sigma_q, sigma_k, _square_of_product(sigma_q, sigma_k), count[:, None].expand_as(sigma_q))
+    tokens = count.clamp(min=1)[:, None, :, None]
+    sigma_q, sigma_k = (_prefix_sigma(sums / tokens).to(accumulator(query.dtype)) for sums in (sums_q, sums_k))
+    product = _square_of_product(sigma_q, sigma_k)
+    moments = Moments(sigma_q, sigma_k, product, product, count[:, None].expand_as(sigma_q))
     return moments, PrefixSums(count[:, -1], sums_q[:, :, -1], sums_k[:, :, -1])
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Sums over whole sequences run in float64, where there is one."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -179,8 +213,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def chunks(tokens: int, size: int = CHUNK_TOKENS) -> Iterator[slice]:
+def chunks(tokens: int, size: int | None = None) -> Iterator[slice]:
     """Slices of at most `size` tokens; one slice while compiling, where the length may be symbolic."""
+    size = size or CHUNK_TOKENS
     if torch.compiler.is_compiling() or tokens <= size:
         yield slice(0, tokens)
     else:
@@ -190,16 +225,34 @@ def chunks(tokens: int, size: int = CHUNK_TOKENS) -> Iterator[slice]:
 
 def pieces(x: Tensor, keep: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
     """`x` (B, heads, tokens, features) chunk by chunk in the accumulator's dtype, padding blanked, and what is kept."""
-    for part in chunks(x.shape[2]):
+    for part, piece in zip(chunks(x.shape[2]), cut(x), strict=True):
         kept = None if keep is None else keep[:, part]
-        yield blank(x[:, :, part].to(accumulator(x.dtype)), kept), kept
+        yield blank(piece.to(accumulator(x.dtype)), kept), kept
+
+
+def cut(x: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
+    """The pieces of `x` at `chunks`; unlike slices, whose gradients are each as large as `x`, they split it at once."""
+    size = size or CHUNK_TOKENS
+    if torch.compiler.is_compiling() or x.shape[2] <= size:
+        return (x,)
+    parts: tuple[Tensor, ...] = torch.split(x, size, dim=2)
+    return parts
+
+
+def not_finite(x: Tensor, *dims: int) -> Tensor:
+    """NaN where an entry along `dims` is not finite, else 0, in one pass and without overflow.
+
+    An exponential would hide -inf, and a bound on the entries any infinity: this is added to what must show them.
+    """
+    largest: Tensor = torch.linalg.vector_norm(x.detach(), ord=torch.inf, dim=dims, keepdim=True)
+    return largest * 0
 
 
 def _feature_moments(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (B, H, D) and covariance (B, H, D, D) of the kept tokens, and their number (B, 1)."""
     count = _count(x, keep)
     safe = count.clamp(min=1.0)[..., None]
-    mean = sum(_bounded(part).sum(dim=2) for part, _ in pieces(x, keep)) / safe
+    mean = sum(_bounded(part).sum(dim=2) + not_finite(part, 2, 3)[..., 0] for part, _ in pieces(x, keep)) / safe
     covariance = torch.zeros((), dtype=mean.dtype, device=mean.device)
     for part, kept in pieces(x, keep):
         centred = blank(_bounded(part) - mean[:, :, None], kept)
@@ -213,6 +266,10 @@ def _entry_sigma(mean: Tensor, covariance: Tensor) -> Tensor:
     return (within + mean.var(dim=-1, correction=0)).sqrt()
 
 
+def _quadratic(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (vector[..., None, :] @ matrix @ vector[..., None])[..., 0, 0]
+
+
 def _in_units(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The root mean square of all entries, and mean and covariance measured in it."""
     square = covariance.diagonal(dim1=-2, dim2=-1).mean(dim=-1) + mean.square().mean(dim=-1)
@@ -223,24 +280,32 @@ def _in_units(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]
 def _batch_moments(query: Tensor, key: Tensor, keep_query: Tensor | None, keep_key: Tensor | None) -> Moments:
     shape = query.shape[:2]
     sigma_q, sigma_k = (_unbiased_sigma(x, keep).expand(shape) for x, keep in ((query, keep_query), (key, keep_key)))
-    return Moments(sigma_q, sigma_k, _square_of_product(sigma_q, sigma_k), _count(key, keep_key).expand(shape))
+    product = _square_of_product(sigma_q, sigma_k)
+    return Moments(sigma_q, sigma_k, product, product, _count(key, keep_key).expand(shape))
 
 
 def _unbiased_sigma(x: Tensor, keep: Tensor | None) -> Tensor:
     """Standard deviation () of every entry of every kept token."""
     entries = _count(x, keep).sum() * x.shape[1] * x.shape[3]
-    mean = sum(_bounded(part).sum() for part, _ in pieces(x, keep)) / entries.clamp(min=1.0)
+    mean = sum((_bounded(part) + not_finite(part, 2, 3)).sum() for part, _ in pieces(x, keep)) / entries.clamp(min=1.0)
     squares = sum(blank(_bounded(part) - mean, kept).square().sum() for part, kept in pieces(x, keep))
     return (squares / (entries - 1).clamp(min=1.0)).sqrt()
 
 
 def _entry_sums(x: Tensor, keep: Tensor | None) -> Tensor:
-    """Sum and sum of squares of the entries of each token, (B, H, N, 2); 0 for what is not kept."""
+    """Mean of the entries of each token, its square, and their variance, (B, H, N, 3); 0 for what is not kept."""
     sums = []
     for part, _ in pieces(x, keep):
         bounded = _bounded(part)
-        sums.append(torch.stack((bounded.sum(dim=-1), bounded.square().sum(dim=-1)), dim=-1))
+        mean = (bounded.mean(dim=-1) + not_finite(part, -1)[..., 0]).to(sum_dtype(x.device))
+        sums.append(torch.stack((mean, mean.square(), bounded.var(dim=-1, correction=0).to(mean.dtype)), dim=-1))
     return torch.cat(sums, dim=2)
+
+
+def _prefix_sigma(means: Tensor) -> Tensor:
+    """Standard deviation of all entries from the means (..., 3) of what `_entry_sums` gives."""
+    mean, square, within = means.unbind(dim=-1)
+    return (within + (square - mean.square()).clamp(min=0.0)).sqrt()
 
 
 def _count(x: Tensor, keep: Tensor | None) -> Tensor:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lln import moments
 from lln.masks import blank, front_order, kept_tokens, take_tokens
-from lln.moments import CHUNK_TOKENS, accumulator, chunks, pieces
+from lln.moments import accumulator, chunks, cut, not_finite, pieces
 
 # Tokens that a causal chunk handles with one matrix product; a power of two.
 CAUSAL_CHUNK = 64
@@ -114,10 +115,16 @@ def block_diagonal_attention(
 
 
 def _collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
-    """The pieces of an output one after the other; a list of them beside it would take its memory twice."""
+    """The pieces of an output one after the other.
+
+    Without gradients they are written where they belong, because a list of them would take the output's memory twice;
+    with gradients they are joined, because the gradient of each write would be as large as the output.
+    """
     first = next(parts)
     if first.shape[2] == query.shape[2]:
         return first
+    if first.requires_grad:
+        return torch.cat((first, *parts), dim=2)
     output = first.new_empty(*query.shape[:3], width)
     end = 0
     for part in chain((first,), parts):
@@ -128,8 +135,9 @@ def _collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
 
 def _weighted_queries(query: Tensor, alpha: Tensor) -> Iterator[Tensor]:
     """a = alpha q in pieces."""
-    for part in chunks(query.shape[2]):
-        yield query[:, :, part].to(accumulator(query.dtype)) * _of_tokens(alpha, part)
+    for piece, scale in zip(cut(query), _scales(alpha, query), strict=True):
+        q = piece.to(accumulator(query.dtype))
+        yield q * (scale + not_finite(q, -1))
 
 
 def _weighted_keys(
@@ -137,13 +145,14 @@ def _weighted_keys(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """b = beta k and the values in pieces, for every query head, with padding absent."""
     groups = heads // key.shape[1]
-    for part, (k, kept), (v, _) in zip(chunks(key.shape[2]), pieces(key, keep), pieces(value, keep), strict=True):
-        b = _repeat(k, groups) * _of_tokens(beta, part)
+    for (k, kept), (v, _), scale in zip(pieces(key, keep), pieces(value, keep), _scales(beta, key), strict=True):
+        b = _repeat(k, groups) * (scale + _repeat(not_finite(k, -1), groups))
         yield blank(b, kept, absent(b.dtype)), _repeat(v, groups)
 
 
-def _of_tokens(scale: Tensor, part: slice) -> Tensor:
-    return scale if scale.shape[2] == 1 else scale[:, :, part]
+def _scales(scale: Tensor, tokens: Tensor) -> Iterator[Tensor]:
+    """alpha or beta for each piece of the tokens."""
+    return iter(cut(scale)) if scale.shape[2] == tokens.shape[2] else (scale for _ in chunks(tokens.shape[2]))
 
 
 def _repeat(x: Tensor, groups: int) -> Tensor:
@@ -237,9 +246,10 @@ def _blocks(
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     if tokens < block_size:
         block_size = tokens
-    for part in chunks(tokens, max(block_size, CHUNK_TOKENS // block_size * block_size)):
+    size = max(block_size, moments.CHUNK_TOKENS // block_size * block_size)
+    for part, *parts in zip(chunks(tokens, size), *(cut(x, size) for x in (query, key, value)), strict=True):
         kept = None if keep is None else keep[:, part]
-        q, k, v = (x[:, :, part].to(accumulator(x.dtype)) for x in (query, key, value))
+        q, k, v = (x.to(accumulator(x.dtype)) for x in parts)
         real = kept_tokens(kept, q)
         q, k, v = (_cut(x, block_size) for x in (q, _repeat(blank(k, kept), groups), _repeat(blank(v, kept), groups)))
         allowed = _cut(real[:, None, :, None], block_size).mT  # (B, 1, n, 1, C)
