@@ -171,6 +171,28 @@ def test_state_refuses_other_tokens(tokens):
         state_for(q, v, 2, alpha=-1.0)
 
 
+def test_scales_of_a_state_follow_its_samples(tokens):
+    q, k, v = tokens(N=4, D=8)
+    state = state_for(q, v, 4, alpha=torch.ones(1, 4), beta=torch.ones(1, 4))
+    assert state.reorder(torch.tensor([1, 0, 1])).alpha.shape == (3, 4)
+    with pytest.raises(ValueError, match="same for all tokens"):
+        state_for(q, v, 4, alpha=torch.ones(2, 4, 1))
+    _, state = state_for(q, v, 4, block_size=4).prefill(
+        q, k.masked_fill(torch.ones(4, 1) > 0, torch.nan), v, key_padding_mask=torch.tensor([0, 0])
+    )
+    assert state.recent_key.isfinite().all()
+
+
+def test_autocast_leaves_a_state_alone(tokens):
+    q, k, v = tokens(N=9, D=8, dtype=torch.float32)
+    expected, _ = state_for(q, v, 4, block_size=4).prefill(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = state_for(q, v, 4, block_size=4).prefill(q, k, v)
+        alpha, _ = lln.match_moments(q * 1e3, k * 1e3)
+    assert torch.equal(got, expected)
+    assert torch.equal(alpha, lln.match_moments(q * 1e3, k * 1e3)[0])
+
+
 def test_gradients_flow_through_a_state(tokens):
     inputs = tokens(B=1, H=2, N=6, D=3, Dv=2, grad=True)
 

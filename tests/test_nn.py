@@ -73,6 +73,46 @@ def test_running_statistics_are_frozen_in_eval(tokens, is_causal):
     torch.testing.assert_close(again(q, k, v, is_causal=is_causal), output)
 
 
+def test_running_statistics_survive_half_precision_and_padding(tokens):
+    module = lln.LLNAttention(4, 16, statistics="running", matching="entropy").half()
+    assert module.sigma_q.dtype == torch.float32
+    q, k, v = (x.half() for x in tokens(N=40))
+    for _ in range(3):
+        assert module(q * 300, k * 300, v).isfinite().all()
+    assert module.row_variance.isfinite().all()
+    module.eval()
+    alone = module(q, k, v)
+    padded = [torch.cat((x, torch.zeros_like(x)), 2) for x in (q, k, v)]
+    torch.testing.assert_close(module(*padded, key_padding_mask=torch.tensor([40, 40]))[:, :, :40], alone)
+
+
+def test_running_statistics_leave_empty_samples_out_and_follow_the_scope(tokens):
+    q, k, v = tokens(N=40)
+    module = lln.LLNAttention(4, 16, statistics="running").double()
+    module(q, k, v, key_padding_mask=torch.tensor([40, 0]))
+    torch.testing.assert_close(module.sigma_q, q[0].flatten(1).std(1, correction=0))
+    module = lln.LLNAttention(4, 16, statistics="running", scope="batch").double()
+    module(q, k, v)
+    torch.testing.assert_close(module.sigma_q, q.std().expand(4))
+
+
+def test_query_padding_of_cross_attention():
+    ours = lln.MultiheadAttention(24, 3, batch_first=True, attention="lln").eval()
+    x, memory = torch.randn(2, 7, 24), torch.randn(2, 7, 24)
+    ignore = torch.arange(7) >= torch.tensor([[7], [4]])
+    none = torch.zeros(2, 7, dtype=torch.bool)
+    expected = ours(x, memory[:, :6], memory[:, :6], key_padding_mask=ignore[:, :6])[0]  # N != M: clearly cross
+    longer = ours(x[1:], memory[1:], memory[1:], key_padding_mask=ignore[1:], query_padding_mask=none[1:])[0]
+    torch.testing.assert_close(longer, expected[1:])
+
+
+def test_looking_at_weights_does_not_count_the_input_twice(tokens):
+    ours = lln.MultiheadAttention(24, 3, batch_first=True, statistics="running")
+    x = torch.randn(2, 7, 24)
+    ours(x, x, x, need_weights=True)
+    assert ours.attention.num_batches_tracked == 1
+
+
 def test_modules_refuse_what_does_not_fit(tokens):
     q, k, v = tokens()
     with pytest.raises(ValueError, match="num_heads=2 and head_dim=16, got query"):
@@ -201,6 +241,12 @@ def test_multihead_attention_refuses_what_it_cannot_honour():
         ours(x, x, x, key_padding_mask=torch.rand(2, 5))
     with pytest.raises(TypeError, match="True = ignore"):
         ours(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"\(2, 5\) with True = ignore, got shape \(2, 4\)"):
+        ours(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="only a causal attn_mask"):
+        ours(x, x, x, attn_mask=torch.zeros(5, 5), is_causal=True)
+    with pytest.raises(ValueError, match="alpha must be positive"):
+        lln.LLNAttention(3, 8, alpha=-1.0)
     with pytest.raises(ValueError, match="block-diagonal attention needs as many queries as keys"):
         ours(x[:3], x, x)
     assert lln.MultiheadAttention(24, 3, attention="lln")(x[:3], x, x)[0].shape == (3, 2, 24)

@@ -102,6 +102,7 @@ def calibrate(
     from lln.curves import TABLE, TABLE_PATH, linear_constants
 
     if not explain_only:
+        _check_file(out)
         with _progress("measuring curves", len(calibration.HEAD_DIMS) * (2 + len(calibration.NUM_KEYS))) as advance:
             text = calibration.dump(calibration.calibrate(advance))
         same = text == TABLE_PATH.read_text(encoding="utf-8")
@@ -212,6 +213,7 @@ def bench_attention(
         numbers = []
     if not numbers or min(numbers) < 1:
         raise typer.BadParameter(f"--lengths takes positive numbers separated by commas, got {lengths!r}")
+    _check_file(out)
     rows = []
     with _progress("attention", len(numbers) * len(MECHANISMS)) as advance:
         for row in compare_attention(numbers, heads=heads, head_dim=head_dim, seconds=seconds, seed=seed):
@@ -219,7 +221,6 @@ def bench_attention(
             advance()
     _print_costs(rows, {name: name for name in MECHANISMS})
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         command = f"lln bench attention --lengths {lengths} --heads {heads} --head-dim {head_dim} --seconds {seconds:g}"
         out.write_text(json.dumps(provenance(seed=seed, command=command) | {"rows": rows}, indent=1) + "\n")
 
@@ -257,6 +258,14 @@ def _print_costs(rows: Iterable[dict[str, Any]], labels: dict[str, str]) -> None
             end_section=row["mechanism"] == list(labels)[-1],
         )
     console.print(table)
+
+
+def _check_file(out: Path | None) -> None:
+    """Find out before measuring whether the result can be written."""
+    if out is not None:
+        if out.is_dir():
+            raise ValueError(f"--out must be a file, and {out} is a folder")
+        out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _short(number: float) -> str:

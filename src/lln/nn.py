@@ -1,18 +1,21 @@
 """Modules: LLN attention on (query, key, value), and a drop-in for torch.nn.MultiheadAttention."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from lln.checks import check_block_size, check_choice, known
+from lln.checks import check_block_size, check_choice, check_scale, known
 from lln.curves import MATCHINGS, Matching
-from lln.functional import attention_matrix, block_diagonal_attention, lln_attention
+from lln.functional import block_diagonal_attention, lln_attention
 from lln.moments import SCOPES, Moments, Scope, measure_moments
 
 Statistics = Literal["live", "running"]
 Combine = Literal["average", "ratio", "scale"]
+RUNNING = ("sigma_q", "sigma_k", "row_variance", "num_keys")
 
 
 class LLNAttention(nn.Module):
@@ -29,7 +32,8 @@ class LLNAttention(nn.Module):
 
     sigma_q: Tensor
     sigma_k: Tensor
-    score_variance: Tensor
+    row_variance: Tensor
+    num_keys: Tensor
     num_batches_tracked: Tensor
 
     def __init__(
@@ -48,6 +52,10 @@ class LLNAttention(nn.Module):
         check_choice("matching", matching, MATCHINGS)
         check_choice("scope", scope, SCOPES)
         check_choice("statistics", statistics, get_args(Statistics))
+        if num_heads < 1 or head_dim < 1:
+            raise ValueError(f"at least one head and one feature are needed, got {num_heads} heads of {head_dim}")
+        for name, scale in (("alpha", alpha), ("beta", beta)):
+            check_scale(name, scale, batch=1, heads=num_heads, tokens=1)
         if not 0.0 < momentum <= 1.0:
             raise ValueError(
                 f"momentum must be above 0 and at most 1, got {momentum}; 0.1 follows the last ten batches"
@@ -58,8 +66,9 @@ class LLNAttention(nn.Module):
         self.statistics: Statistics = statistics
         self.momentum, self.alpha, self.beta = momentum, alpha, beta
         if statistics == "running":
-            for name in ("sigma_q", "sigma_k", "score_variance"):
+            for name in RUNNING:
                 self.register_buffer(name, torch.ones(num_heads))
+            self.num_keys.fill_(1024.0)
             self.register_buffer("num_batches_tracked", torch.tensor(0))
 
     def forward(
@@ -69,16 +78,18 @@ class LLNAttention(nn.Module):
         value: Tensor,
         *,
         key_padding_mask: Tensor | None = None,
+        query_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
         """The attention of query (B, H, N, D) over key and value, (B, H, N, Dv)."""
         self._check_heads(query)
-        alpha, beta = self.scales(query, key, key_padding_mask=key_padding_mask)
+        alpha, beta = self.scales(query, key, key_padding_mask=key_padding_mask, query_padding_mask=query_padding_mask)
         return lln_attention(
             query,
             key,
             value,
             key_padding_mask=key_padding_mask,
+            query_padding_mask=query_padding_mask,
             is_causal=is_causal,
             alpha=alpha,
             beta=beta,
@@ -87,7 +98,12 @@ class LLNAttention(nn.Module):
         )
 
     def scales(
-        self, query: Tensor, key: Tensor, *, key_padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        query_padding_mask: Tensor | None = None,
     ) -> tuple[float | Tensor | None, float | Tensor | None]:
         """alpha and beta that do not follow from this input: the given ones, or in evaluation the running ones.
 
@@ -96,20 +112,38 @@ class LLNAttention(nn.Module):
         if self.statistics == "live" or (self.alpha is not None and self.beta is not None):
             return self.alpha, self.beta
         if self.training:
-            self._track(measure_moments(query, key, key_padding_mask=key_padding_mask))
+            moments = measure_moments(
+                query,
+                key,
+                scope=self.scope,
+                key_padding_mask=key_padding_mask,
+                query_padding_mask=query_padding_mask,
+            )
+            self._track(moments)
             return self.alpha, self.beta
-        num_keys = torch.full_like(self.sigma_q, key.shape[2])
-        moments = Moments(self.sigma_q, self.sigma_k, self.score_variance, num_keys)
+        moments = Moments(self.sigma_q, self.sigma_k, self.row_variance, self.row_variance, self.num_keys)
         alpha, beta = moments.scales(head_dim=self.head_dim, matching=self.matching)
         return (alpha if self.alpha is None else self.alpha), (beta if self.beta is None else self.beta)
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        for name in ("sigma_q", "sigma_k", "score_variance"):
-            average, new = getattr(self, name), getattr(moments, name).mean(dim=0)
-            weight = torch.where(self.num_batches_tracked == 0, 1.0, self.momentum)
-            average.lerp_(new.to(average.dtype), weight.to(average.dtype))
+        weight = torch.where(self.num_batches_tracked == 0, 1.0, self.momentum)
+        real = (moments.num_keys > 0).expand_as(moments.sigma_q)  # a sample without kept tokens says nothing
+        for name in RUNNING:
+            average, values = getattr(self, name), getattr(moments, name).expand_as(moments.sigma_q)
+            new = values.where(real, 0.0).sum(dim=0) / real.sum(dim=0).clamp(min=1)
+            new = torch.where(real.any(dim=0), new.to(average.dtype), average)
+            average.lerp_(new, weight.to(average.dtype))
         self.num_batches_tracked.add_(1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LLNAttention":
+        """Moves as any module, but keeps the running averages in float32, because a variance overflows float16."""
+        before = {name: getattr(self, name) for name in RUNNING if name in self._buffers}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, average in before.items():
+            moved = getattr(self, name)
+            self._buffers[name] = average.to(moved.device, torch.promote_types(moved.dtype, torch.float32))
+        return self
 
     def _check_heads(self, query: Tensor) -> None:
         if query.dim() == 4 and (query.shape[1], query.shape[3]) != (self.num_heads, self.head_dim):
@@ -178,13 +212,14 @@ class LLNDiagAttention(LLNAttention):
         value: Tensor,
         *,
         key_padding_mask: Tensor | None = None,
+        query_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
         near = block_diagonal_attention(
             query, key, value, block_size=self.block_size, key_padding_mask=key_padding_mask, is_causal=is_causal
         )
-        far = super().forward(query, key, value, key_padding_mask=key_padding_mask, is_causal=is_causal)
-        return self.join(far, near)
+        masks = {"key_padding_mask": key_padding_mask, "query_padding_mask": query_padding_mask}
+        return self.join(super().forward(query, key, value, is_causal=is_causal, **masks), near)
 
     def join(self, far: Tensor, near: Tensor) -> Tensor:
         """The output from those of the two branches."""
@@ -209,6 +244,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     additive float mask of zeros and -inf is understood too. Of `attn_mask` only a causal one can be honoured. What
     differs from torch, because there is no attention matrix:
 
+    - alpha and beta follow from all queries and keys of a sample. In the cross attention of a decoder that means: from
+      later target tokens too, so give `statistics="running"` (frozen in evaluation) or `alpha=` and `beta=` there; and
+      a `query_padding_mask` (True = ignore) if queries are padded, or N = M and the keys' padding is not theirs;
+    - learned ratios or scales and running averages are further entries of the state dict, under `attention.`;
     - `need_weights=True` (torch's default) makes that matrix for the occasion, in O(N²) memory: pass False;
     - `dropout` drops value rows, for all queries of a head alike, instead of single attention weights;
     - `add_bias_kv` and `add_zero_attn` are refused.
@@ -262,6 +301,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        query_padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Inputs (N, B, E), or (B, N, E) with `batch_first`, or (N, E); outputs alike, and the weights if asked for."""
         if query.is_nested:  # what nn.TransformerEncoder makes of a padded batch in evaluation
@@ -272,10 +313,14 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise ValueError(f"query must be (tokens, width) or a batch of it, got shape {tuple(query.shape)}")
             query, key, value = (x.unsqueeze(0 if self.batch_first else 1) for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            query_padding_mask = None if query_padding_mask is None else query_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        keep = _keep_from_torch(key_padding_mask)
-        is_causal = is_causal or _is_causal_mask(attn_mask, query.shape[1], key.shape[1])
+        masks = {
+            "key_padding_mask": _keep_from_torch("key_padding_mask", key_padding_mask, key),
+            "query_padding_mask": _keep_from_torch("query_padding_mask", query_padding_mask, query),
+        }
+        is_causal = _is_causal_mask(attn_mask, query.shape[1], key.shape[1]) or is_causal
 
         heads = [
             x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
@@ -284,9 +329,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.training and self.dropout > 0:
             ones = heads[2].new_ones(*heads[2].shape[:3], 1)
             heads[2] = heads[2] * dropout(ones, self.dropout)
-        output = self.attention(*heads, key_padding_mask=keep, is_causal=is_causal)
+        output = self.attention(*heads, is_causal=is_causal, **masks)
         output = self.out_proj(output.transpose(1, 2).flatten(2))
-        weights = self._weights(heads, keep, is_causal) if need_weights else None
+        weights = self._weights(heads, masks, is_causal) if need_weights else None
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not self.batch_first:
@@ -305,33 +350,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
-    def _weights(self, heads: list[Tensor], keep: Tensor | None, is_causal: bool) -> Tensor:
+    def _weights(self, heads: list[Tensor], masks: dict[str, Tensor | None], is_causal: bool) -> Tensor:
         """The attention matrix (B, H, N, M): what the attention makes of the identity."""
         query, key, _ = heads
-        attention = self.attention
-        alpha: float | Tensor | None = attention.alpha
-        beta: float | Tensor | None = attention.beta
-        if not attention.training:  # where scales would count this input once more
-            alpha, beta = attention.scales(query, key, key_padding_mask=keep)
-        settings: dict[str, Any] = {"key_padding_mask": keep, "is_causal": is_causal}
-        far = attention_matrix(
-            query,
-            key,
-            kind="lln",
-            alpha=alpha,
-            beta=beta,
-            matching=attention.matching,
-            scope=attention.scope,
-            **settings,
-        )
-        if not isinstance(attention, LLNDiagAttention):
-            return far
-        if attention.combine == "scale":
+        identity = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:3], key.shape[2])
+        if isinstance(self.attention, LLNDiagAttention) and self.attention.combine == "scale":
             raise ValueError(
                 'combine="scale" weighs each value feature differently, so there is no one matrix; need_weights=False'
             )
-        near = attention_matrix(query, key, kind="block_diagonal", block_size=attention.block_size, **settings)
-        return attention.join(far, near)
+        with self._not_tracking():
+            weights: Tensor = self.attention(query, key, identity, is_causal=is_causal, **masks)
+        return weights
+
+    @contextmanager
+    def _not_tracking(self) -> Iterator[None]:
+        """Look at the attention once more without counting the input twice in its running averages."""
+        averages = {name: x.clone() for name, x in self.attention.named_buffers()}
+        yield
+        for name, average in averages.items():
+            getattr(self.attention, name).copy_(average)
 
     def _forward_nested(
         self,
@@ -359,18 +396,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = packed
 
 
-def _keep_from_torch(mask: Tensor | None) -> Tensor | None:
+def _keep_from_torch(name: str, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     """True = keep from torch's masks, where True = ignore, and an additive mask is 0 for keep and -inf for ignore."""
-    if mask is None or mask.dtype is torch.bool:
-        return None if mask is None else ~mask
-    if not mask.is_floating_point():
-        raise TypeError(f"key_padding_mask must be bool with True = ignore, or additive float, got {mask.dtype}")
+    if mask is None:
+        return None
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool with True = ignore, or additive float, got {mask.dtype}")
+    if mask.shape != tokens.shape[:2]:
+        raise ValueError(f"{name} must be {tuple(tokens.shape[:2])} with True = ignore, got shape {tuple(mask.shape)}")
+    if mask.dtype is torch.bool:
+        return ~mask
     keep = mask == 0
     plain = (keep | (mask == -torch.inf)).all()
     if known(plain) and not bool(plain):
-        raise ValueError(
-            "a float key_padding_mask must be 0 for keep and -inf for ignore; a score bias cannot be honoured"
-        )
+        raise ValueError(f"a float {name} must be 0 for keep and -inf for ignore; a score bias cannot be honoured")
     return keep
 
 
@@ -387,6 +426,6 @@ def _is_causal_mask(mask: Tensor | None, queries: int, keys: int) -> bool:
     ignored = mask if mask.dtype is torch.bool else mask == -torch.inf
     rest_is_zero = True if mask.dtype is torch.bool else (mask == 0) | ignored
     causal = ((ignored == future) & rest_is_zero).all()
-    if not bool(causal):
+    if known(causal) and not bool(causal):
         raise ValueError(f"{remedy}; this attn_mask {tuple(mask.shape)} is another one")
     return True

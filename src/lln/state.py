@@ -19,8 +19,8 @@ from lln.checks import check_block_size, check_choice, check_inputs, check_scale
 from lln.curves import MATCHINGS, Matching
 from lln.functional import broadcast_scale
 from lln.kernels import plain
-from lln.masks import kept_tokens, read_padding, take_tokens
-from lln.moments import PrefixSums, accumulator, prefix_moments
+from lln.masks import blank, kept_tokens, read_padding, take_tokens
+from lln.moments import PrefixSums, accumulator, autocast_is_on, empty_sums, prefix_moments
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class LLNState:
     mass: Tensor  # (B, H, D) log of the summed exp(beta k), for each feature
     values: Tensor  # (B, H, D, V) the mean value that each feature points to
     count: Tensor  # (B,) kept tokens so far
-    query_sums: Tensor  # (B, H, 2) sum and sum of squares of all query entries, for alpha and beta
-    key_sums: Tensor  # (B, H, 2)
+    query_sums: Tensor  # (B, H, 3) what alpha and beta need to know of all queries, see `moments.PrefixSums`
+    key_sums: Tensor  # (B, H, 3)
     alpha: Tensor | None = None  # given, or matched to the tokens so far
     beta: Tensor | None = None
     recent_key: Tensor | None = None  # (B, H_k, C, D) the last tokens, newest last: LLN+Diag only
@@ -66,18 +66,19 @@ class LLNState:
         scales = {}
         for name, scale in (("alpha", alpha), ("beta", beta)):
             check_scale(name, scale, batch=batch, heads=heads, tokens=1)
+            if isinstance(scale, Tensor) and scale.dim() > 2:
+                raise ValueError(f"{name} of a state must be the same for all tokens, got {tuple(scale.shape)}")
             if scale is not None:
                 given = torch.as_tensor(scale, dtype=accumulator(dtype), device=device)
-                scales[name] = given.reshape(1, -1).expand(batch, heads) if given.dim() < 2 else given.flatten(1)
+                scales[name] = (given if given.dim() == 2 else given.reshape(1, -1)).expand(batch, heads)
         memory = plain.empty_memory(batch, heads, head_dim, value_dim, like)
-        zeros = torch.zeros(batch, heads, 2, dtype=accumulator(dtype), device=device)
+        sums = empty_sums(memory.values)
         recent = {}
         if block_size is not None:
             check_block_size(block_size)
             recent["recent_key"] = like.new_zeros(batch, key_heads, block_size, head_dim)
             recent["recent_value"] = like.new_zeros(batch, key_heads, block_size, value_dim)
-        count = torch.zeros(batch, dtype=torch.int64, device=device)
-        return cls(memory.mass, memory.values, count, zeros, zeros, **scales, **recent, matching=matching)
+        return cls(memory.mass, memory.values, sums.tokens, sums.query, sums.key, **scales, **recent, matching=matching)
 
     @property
     def block_size(self) -> int | None:
@@ -111,6 +112,9 @@ class LLNState:
     ) -> tuple[Tensor, Tensor | None, "LLNState"]:
         """As `prefill`, with the LLN and the block-diagonal output apart, in the accumulator's dtype."""
         self._check_tokens(query, key, value)
+        if autocast_is_on(query.device.type):
+            with torch.autocast(query.device.type, enabled=False):
+                return self.branches(query, key, value, key_padding_mask=key_padding_mask)
         keep = read_padding(key_padding_mask, key)
         moments, sums = prefix_moments(query, key, keep, PrefixSums(self.count, self.query_sums, self.key_sums))
         matched: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -247,8 +251,8 @@ def _newest(
     size = recent_key.shape[2]
     order = torch.argsort(torch.cat((_filled(count, size), keep), dim=1), dim=1, stable=True)[:, -size:]
     return (
-        take_tokens(torch.cat((recent_key, key), dim=2), order),
-        take_tokens(torch.cat((recent_value, value), dim=2), order),
+        take_tokens(torch.cat((recent_key, blank(key, keep)), dim=2), order),
+        take_tokens(torch.cat((recent_value, blank(value, keep)), dim=2), order),
     )
 
 

@@ -124,6 +124,8 @@ PARTS: dict[str, tuple[Callable[[int], Iterator[Row]], Callable[[Sequence[Row], 
 def run_part(part: str, out: Path, *, seed: int, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Measure one part and write `part.json` and `part.png`, also when interrupted in the middle."""
     measure, draw, _ = PARTS[part]
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"the results need a folder, and {out} is a file")
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     try:
