@@ -317,3 +317,33 @@ class TestRefusals:
         monkeypatch.setattr(module, "DENSE_AT_MOST", 100)
         with pytest.raises(ImportError, match="lln-attention\\[instruments\\]"):
             spectral_gap(query, key, kind="softmax")
+
+
+def test_gap_of_lln_on_one_feature_and_on_equal_keys(tokens) -> None:
+    query, key, _ = tokens(N=20, D=1)
+    torch.testing.assert_close(spectral_gap(query, key), torch.ones(query.shape[:2], dtype=query.dtype))
+    query, key, _ = tokens(N=20, D=8)
+    same = spectral_gap(query, torch.zeros_like(key), alpha=1.0, beta=1.0)
+    torch.testing.assert_close(same, torch.ones_like(same))
+
+
+def test_gap_of_lln_on_hard_features() -> None:
+    """Feature f of a query asks for the key of feature f - 1, so that features form a chain to a fixed point."""
+    features = 64
+    order = torch.randperm(features, generator=torch.Generator().manual_seed(0))
+    query, key = torch.zeros(2, 1, 1, features, features, dtype=torch.float64).unbind()
+    for i in range(features):
+        key[0, 0, i, order[i]] = 2000.0
+        query[0, 0, i, order[max(i - 1, 0)]] = 2000.0
+    torch.testing.assert_close(
+        spectral_gap(query, key, alpha=1.0, beta=1.0), torch.ones(1, 1, dtype=torch.float64), rtol=0, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("option", ["matching", "scope"])
+@pytest.mark.parametrize("given", [{"kind": "softmax"}, {"kind": "lln", "alpha": 1.0, "beta": 1.0}], ids=str)
+def test_choices_are_checked_where_they_are_not_used(tokens, option: str, given: dict[str, Any]) -> None:
+    query, key, _ = tokens(N=5, D=4)
+    for instrument in (*INSTRUMENTS, temperature):
+        with pytest.raises(ValueError, match=option):
+            instrument(query, key, **given, **{option: "foo"})

@@ -81,3 +81,21 @@ def test_refusals(tmp_path: Path) -> None:
         inspect_model("bert", TEXT, tokens=1)
     with pytest.raises(ValueError, match="text file"):
         inspect("bert", tmp_path / "missing.txt")
+
+
+def test_models_that_cannot_be_read_are_refused_in_words() -> None:
+    for name, reason in (
+        ("t5", "t5 cannot be read, encoder.* it uses a bias for positions"),
+        ("gemma2", "gemma2 cannot be read, .* it uses a cap on scores"),
+        ("clip", "clip cannot be run on a text"),
+        ("xlnet", "no small xlnet can be made"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            inspect_model(name, TEXT, tokens=20)
+
+
+def test_shared_layers_are_said() -> None:
+    records = inspect_model("albert", TEXT, tokens=20)
+    assert len(records) == 4
+    assert "layers share their attention, which is called 4 times" in records[0]["note"]
+    assert "share" not in inspect_model("bert", TEXT, tokens=20)[0]["note"]

@@ -255,3 +255,71 @@ class TestRefusals:
             entropy(softmax_matrix(4, 5), is_causal=True)
         with pytest.raises(ValueError, match=r"\(B, H, N, M\)"):
             entropy(torch.eye(4), key_padding_mask=torch.ones(1, 4, dtype=torch.bool))
+
+
+def one_hot_rows(target: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(target, len(target)).double()
+
+
+def chain_to_a_fixed_point(n: int) -> Tensor:
+    """Each token looks at the one before it in a random order, the first at itself."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    target = torch.empty(n, dtype=torch.long)
+    target[order] = order[torch.arange(n).sub(1).clamp(min=0)]
+    return one_hot_rows(target)
+
+
+@pytest.mark.parametrize("n", [63, 64, 300])
+def test_gap_of_equal_rows_and_of_blocks(n: int) -> None:
+    """Centred, these matrices are rounding noise, on which LAPACK and ARPACK may fail."""
+    row = torch.softmax(torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=0)
+    assert_close(spectral_gap(row.expand(n, n).contiguous()), 1.0)
+    blocks = [torch.full((size, size), 1 / size, dtype=torch.float64) for size in (n // 2, n - n // 2)]
+    assert_close(spectral_gap(torch.block_diag(*blocks)), 0.0)
+
+
+@pytest.mark.parametrize("n", [5, 64, 300, 1200])
+def test_gap_of_hard_attention(n: int) -> None:
+    chain = chain_to_a_fixed_point(n)
+    assert_close(spectral_gap(chain), 1.0)
+    two = one_hot_rows(torch.randint(2, (n,), generator=torch.Generator().manual_seed(0)))
+    two[:2, :2] = torch.eye(2)
+    two[:2, 2:] = 0.0
+    assert_close(spectral_gap(two), 0.0)
+    if n <= 300:  # not all rows are one-hot: the last token of the chain looks at two
+        last = int(chain.sum(dim=0).argmin())
+        chain[last] = 0.0
+        chain[last, (last + 1) % n], chain[last, (last + 2) % n] = 0.5, 0.5
+        assert_close(spectral_gap(chain), 1.0)
+
+
+def test_gap_where_a_solver_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import scipy.sparse.linalg
+
+    small, large = softmax_matrix(20, 20), softmax_matrix(150, 150)[0, 0]
+    expected = spectral_gap(small), spectral_gap(large)
+    calls = []
+
+    def refuse(*args: object, v0: np.ndarray, **rest: object) -> None:
+        calls.append(v0)
+        raise scipy.sparse.linalg.ArpackError(-9)
+
+    def fail(matrix: Tensor) -> Tensor:
+        raise torch.linalg.LinAlgError("no convergence")
+
+    monkeypatch.setattr(scipy.sparse.linalg, "eigs", refuse)
+    monkeypatch.setattr(torch.linalg, "eigvals", fail)
+    assert_close(spectral_gap(small), expected[0])
+    torch.testing.assert_close(spectral_gap(large), expected[1], rtol=1e-7, atol=1e-7)
+    assert len(calls) == 2
+    assert not np.array_equal(calls[0], calls[1])
+
+
+def test_gap_of_a_triangular_matrix_takes_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(matrix: Tensor) -> Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.linalg, "eigvals", fail)
+    matrix = softmax_matrix(20, 20)[0, 0].tril()
+    matrix = matrix / matrix.sum(dim=1, keepdim=True)
+    assert_close(spectral_gap(matrix), 1 - matrix.diagonal()[1:].max())

@@ -1,7 +1,9 @@
 """The recorder: it sees what the model's attention does, changes nothing, and loses nothing."""
 
+import copy
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import lln
 from lln.instruments import Recorder, read_records, spectral_gap, write_table
+from lln.instruments.capture import Capture
 from lln.nn import LLNAttention, LLNDiagAttention, MultiheadAttention
 
 transformers = pytest.importorskip("transformers")
@@ -330,7 +333,8 @@ def test_table_and_json(tmp_path: Path) -> None:
     module = nn.MultiheadAttention(16, 2, batch_first=True)
     zeros = torch.zeros(1, 5, 16)
     records = record(module, lambda: module(zeros, zeros, zeros), tmp_path / "r.jsonl")
-    assert records[0]["temperature"] == float("inf")
+    assert records[0]["temperature"] is None
+    assert records == read_records(tmp_path / "r.jsonl")
     lines = (tmp_path / "r.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["temperature"] is None
     text = write_table(records, tmp_path / "table.csv").read_text().splitlines()
@@ -388,3 +392,130 @@ def test_hugging_face_attention_that_says_its_kind(tmp_path: Path) -> None:
     records = record(model, lambda: model(**inputs_of("bert")), tmp_path / "r.jsonl")
     assert {r["kind"] for r in records} == {"lln"}
     assert all(r["alpha"] > 0 and r["tokens"] in (9, 12) for r in records)
+
+
+@pytest.mark.parametrize("recorders", [1, 2])
+@pytest.mark.parametrize("name", ["torch", "ours", "bert"])
+def test_copy_and_pickle_while_open(name: str, recorders: int, tmp_path: Path) -> None:
+    model = MODELS[name]().eval()
+    inputs = inputs_of(name) if name in FAMILIES else {"src": torch.randn(2, 10, 16)}
+
+    def run(network: nn.Module) -> Tensor:
+        with torch.no_grad():
+            output = network(**inputs)
+        return output if isinstance(output, Tensor) else output.last_hidden_state
+
+    expected = run(model)
+    opened = [Recorder(model, tmp_path / f"{i}.jsonl", budget=None) for i in range(recorders)]
+    duplicate = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    again = copy.deepcopy(duplicate)
+    for network in (duplicate, again, loaded):
+        assert torch.equal(run(network), expected)
+    for network in (duplicate, again, loaded):
+        for parameter in network.parameters():
+            nn.init.zeros_(parameter)
+        assert not run(network).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert opened[0].step() == []  # copies are not recorded
+    for recorder in reversed(opened):
+        recorder.close()
+    for network in (duplicate, again, loaded):
+        assert not run(network).any()
+    assert torch.equal(run(model), expected)
+
+
+def test_copy_of_a_module_with_a_forward_of_its_own(tmp_path: Path) -> None:
+    module = nn.MultiheadAttention(16, 2, batch_first=True)
+    module.forward = str  # type: ignore[assignment, method-assign]
+    with Recorder(module, tmp_path / "r.jsonl"):
+        assert copy.deepcopy(module).forward is str
+        torch.save(module, tmp_path / "module.pt")
+        assert torch.load(tmp_path / "module.pt", weights_only=False).forward is str
+    assert module.forward is str
+
+
+@pytest.mark.parametrize("name", ["softcap", "position_bias", "s_aux"])
+def test_hugging_face_attention_that_asks_for_more_is_not_recorded(name: str, tmp_path: Path) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def values_alone(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:
+        return value.transpose(1, 2), None
+
+    model = hugging_face("bert")
+    attention = model.encoder.layer[0].attention.self
+    x = torch.randn(1, 4, 5, 8)
+    with Recorder(model, tmp_path / "r.jsonl", every=1, budget=None) as recorder:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface("eager", values_alone)
+        with pytest.warns(UserWarning, match=rf"not recorded: it uses .* \({name}\)"):
+            attend(attention, x, x, x, None, **{name: torch.tensor(30.0)})
+        assert recorder.step() == []
+        attend(attention, x, x, x, None, **{name: None})
+        assert len(recorder.step()) == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_nothing_heard_is_said_once(tmp_path: Path) -> None:
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model("deberta-v2", **SIZES, vocab_size=90))
+    with Recorder(model, tmp_path / "r.jsonl", every=2, budget=None) as recorder:
+        model(torch.randint(3, 90, (1, 6)))
+        with pytest.warns(UserWarning, match="no attention of DebertaV2Model was heard"):
+            assert recorder.step() == []
+        for _ in range(4):
+            assert recorder.step() == []
+
+
+def test_sampled_tokens_that_do_not_see_each_other_have_no_gap(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(16, 4, batch_first=True)
+    module.in_proj_weight.data[:16] *= 900.0  # only of one head, so that the others keep their gap
+    module.in_proj_weight.data[4:16] /= 900.0
+    x = torch.randn(1, 1024, 16)
+    records = record(module, lambda: module(x, x, x), tmp_path / "r.jsonl", tokens=64)
+    assert [r["gap"] is None for r in records] == [True, False, False, False]
+    assert all(r["entropy"] is not None for r in records)
+    assert records == read_records(tmp_path / "r.jsonl")
+
+
+def test_tokens_that_are_left_with_nothing_are_taken_out() -> None:
+    """Token 3 sees nothing and is padding; token 2 sees token 3 alone, and is left with nothing without it."""
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[3] = False
+    mask[2] = torch.arange(5) == 3
+    query, key = torch.randn(2, 1, 1, 5, 4).unbind()
+    (rows,) = Capture([0], query, key, {"kind": "softmax"}, mask[None]).rows()
+    assert (rows.num_rows, rows.num_columns) == (3, 3)
+    assert rows.block(rows.index).isfinite().all()
+
+
+def test_continuing_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    module = nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(1, 5, 16)
+    first = record(module, lambda: module(x, x, x), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole.rstrip())  # a complete record without its newline stays
+    second = record(module, lambda: module(x, x, x), path, first_step=1, every=1)
+    assert read_records(path) == first + second
+    for torn in (b"{", b'{"step": 0, "la'):  # nothing but the beginning of a first record
+        path.write_bytes(torn)
+        Recorder(module, path).close()
+        assert path.read_bytes() == b""
+    for foreign in (b"my thesis", b"my thesis\n", b"[1, 2]\n", b'{"a": 1}', b'{\n  "step": 1\n}', b"\n" + whole):
+        path.write_bytes(foreign)
+        with pytest.raises(ValueError, match="is not a file of records"):
+            Recorder(module, path)
+        assert path.read_bytes() == foreign
+
+
+def test_padding_of_queries_alone_is_not_recorded(tmp_path: Path) -> None:
+    module = LLNAttention(2, 4)
+    x, keep = torch.randn(1, 2, 6, 4), torch.arange(6)[None] < 4
+    both = record(
+        module, lambda: module(x, x, x, key_padding_mask=keep, query_padding_mask=keep.clone()), tmp_path / "1.jsonl"
+    )
+    assert both == record(module, lambda: module(x, x, x, key_padding_mask=keep), tmp_path / "2.jsonl")
+    with pytest.warns(UserWarning, match="a padding of their own"):
+        assert record(module, lambda: module(x, x, x, query_padding_mask=keep), tmp_path / "3.jsonl") == []

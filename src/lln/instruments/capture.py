@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lln.functional import KINDS, broadcast_scale
@@ -23,6 +24,10 @@ Choose = Callable[[int, int], tuple[int, list[int]]]  # from batch and heads to 
 
 # Names under which transformers runs softmax attention, by how they start.
 HF_SOFTMAX = ("eager", "sdpa", "flash", "flex", "paged")
+
+
+# Arguments of Hugging Face attention functions that change the weights beyond query, key and mask.
+HF_UNREAD = {"softcap": "a cap on scores", "position_bias": "a bias for positions", "s_aux": "attention sinks"}
 
 
 class UnreadableError(Exception):
@@ -63,8 +68,10 @@ class Capture:
         allowed = everything.allowed(everything.index)
         rows, columns = allowed.any(dim=1), allowed.any(dim=0)
         square = len(rows) == len(columns)
-        if square:
+        while square and not torch.equal(rows, columns):
             rows = columns = rows & columns  # padding is padding on both sides
+            allowed = allowed & rows[:, None] & columns  # and without it others may be left with nothing
+            rows, columns = allowed.any(dim=1), allowed.any(dim=0)
         is_causal = square and len(rows) > 1 and not bool(allowed[rows][:, columns].triu(1).any())
         return SoftmaxRows(query[:, rows], key[:, columns], is_causal=is_causal, mask=mask[rows][:, columns])
 
@@ -134,12 +141,17 @@ def from_ours(
     value: Tensor,
     *,
     key_padding_mask: Tensor | None = None,
+    query_padding_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Capture:
     """`lln.LLNAttention` and `lln.LLNDiagAttention`, also inside `lln.MultiheadAttention`.
 
     A learned scale for each value feature leaves LLN + Diag without a matrix; its LLN branch is recorded then.
     """
+    if query_padding_mask is not None and (
+        key_padding_mask is None or not torch.equal(query_padding_mask, key_padding_mask)
+    ):
+        raise UnreadableError("its queries have a padding of their own (query_padding_mask), which is not read yet")
     keep = read_padding(key_padding_mask, key)
     options = Options(kind="lln", key_padding_mask=keep, is_causal=is_causal, matching=module.matching)
     # While training `scales` would update the running averages.
@@ -177,6 +189,9 @@ def from_hugging_face(
         raise UnreadableError(
             f"attention implementation {implementation!r} is neither softmax nor one of {', '.join(KINDS)}"
         )
+    for name, what in HF_UNREAD.items():
+        if rest.get(name) is not None:
+            raise UnreadableError(f"it uses {what} ({name}), which query and key do not show")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     causal = causal and query.shape[2] == key.shape[2] and query.shape[2] > 1
     width = query.shape[-1]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lln.instruments.bias import budget
 from lln.instruments.capture import Capture
-from lln.instruments.records import Record
+from lln.instruments.records import Record, clean
 from lln.instruments.rows import LLNRows, MatrixRows, Rows, SoftmaxRows
 from lln.instruments.spectral_gap import gap
 from lln.instruments.temperature import of_scores, temperature
@@ -17,7 +17,7 @@ SCALARS = ("temperature", "entropy", "gap", "bias", "alpha", "beta")
 
 @torch.no_grad()
 def measure_heads(capture: Capture, tokens: int, chance: random.Random) -> list[Record]:
-    """The values of each captured head, from at most `tokens` rows."""
+    """The values of each captured head, from at most `tokens` rows; None for what is not a finite number."""
     nothing: Record = {"tokens": None, "keys": None, "limit": None} | dict.fromkeys(SCALARS)
     finite = bool(capture.query.isfinite().all()) and bool(capture.key.isfinite().all())
     pieces = capture.rows() if finite else []
@@ -41,7 +41,8 @@ def measure_heads(capture: Capture, tokens: int, chance: random.Random) -> list[
     if scales is not None:
         columns["alpha"], columns["beta"] = [scales[0]], [scales[1]]
     values = {name: torch.cat(parts).tolist() for name, parts in columns.items() if parts}
-    return [nothing | kept | {name: value[i] for name, value in values.items()} for i in range(len(capture.heads))]
+    measured = range(len(capture.heads))
+    return [clean(nothing | kept | {name: value[i] for name, value in values.items()}) for i in measured]
 
 
 def _sample_rows(rows: Rows, tokens: int, chance: random.Random) -> None:
@@ -52,9 +53,17 @@ def _sample_rows(rows: Rows, tokens: int, chance: random.Random) -> None:
 
 
 def _affordable_gap(rows: Rows) -> Tensor:
-    """The gap; or that of the chain among the sampled tokens, where the whole matrix would be too dear."""
+    """The gap; or that of the chain among the sampled tokens, where the whole matrix would be too dear.
+
+    NaN where a sampled row has no weight among them: there is no such chain.
+    """
     separate = isinstance(rows, SoftmaxRows) and rows.block_size is not None
     if len(rows.index) == rows.num_rows or rows.is_causal or isinstance(rows, LLNRows) or separate:
         return gap(rows)
     among = rows.block(rows.index)[:, :, rows.index]
-    return gap(MatrixRows(among / among.sum(dim=-1, keepdim=True), is_causal=False))
+    sums = among.sum(dim=-1, keepdim=True)
+    connected = (sums > 0).all(dim=1)[:, 0]
+    result = torch.full((rows.heads,), torch.nan, dtype=torch.float64, device=among.device)
+    if bool(connected.any()):
+        result[connected] = gap(MatrixRows((among / sums)[connected], is_causal=False))
+    return result

@@ -2,6 +2,7 @@
 
 import math
 import random
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from lln.instruments.capture import Capture
 from lln.instruments.heads import measure_heads
 from lln.instruments.lognormality import statistics
-from lln.instruments.records import Record, write_table
+from lln.instruments.records import Record, clean, write_table
 from lln.instruments.tap import Tap
 
 # What is printed and drawn: column, title, unit.
@@ -58,8 +59,17 @@ def inspect_model(model: str, text: str, *, out: str | Path | None = None, token
         raise ValueError(f"the text has only {ids.shape[1]} token; a few hundred words show the most")
     network.eval()
     main = network.get_encoder() if network.config.is_encoder_decoder else network
-    with Tap(network, lambda batch, heads: (0, list(range(heads)))) as tap, torch.no_grad():
-        main(input_ids=ids)
+    with Tap(network, lambda batch, heads: (0, list(range(heads)))) as tap, torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* is not recorded: ")  # it is refused below, in the same words
+        try:
+            main(input_ids=ids)
+        except Exception as error:
+            raise ValueError(f"{model} cannot be run on a text: {_words(error)}") from error
+    for layer, reason in tap.refused.items():
+        raise ValueError(f"{model} cannot be read, {layer}: {reason}")
+    shared = max(tap.calls.values(), default=1)
+    if shared > 1:
+        notes.append(f"layers share their attention, which is called {shared} times: this is the first call")
     if not tap.captures:
         raise ValueError(f"{model} has no attention that can be read; its class is {type(network).__name__}")
     records = [
@@ -129,7 +139,9 @@ def _instruments(capture: Capture) -> list[Record]:
     values = measure_heads(capture, everything, random.Random(0))
     shape = torch.cat([statistics(rows) for rows in capture.rows()])
     names = ("log_mean", "log_variance", "skewness", "excess_kurtosis", "ks_distance", "zeros")
-    return [value | dict(zip(names, row, strict=True)) for value, row in zip(values, shape.tolist(), strict=True)]
+    return [
+        value | clean(dict(zip(names, row, strict=True))) for value, row in zip(values, shape.tolist(), strict=True)
+    ]
 
 
 def _load(model: str) -> tuple[Any, Any, list[str]]:
@@ -147,7 +159,11 @@ def _load(model: str) -> tuple[Any, Any, list[str]]:
         weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
         words = any((folder / name).is_file() for name in TOKENIZER_FILES)
     elif model in transformers.CONFIG_MAPPING:
-        config, weights, words = transformers.AutoConfig.for_model(model, **SMALL), False, False
+        weights = words = False
+        try:
+            config = transformers.AutoConfig.for_model(model, **SMALL)
+        except Exception as error:
+            raise ValueError(f"no small {model} can be made, give a saved one: {_words(error)}") from error
     else:
         raise ValueError(
             f"{model!r} is neither a folder saved by save_pretrained nor a model type such as 'roberta', 'bert', "
@@ -159,12 +175,19 @@ def _load(model: str) -> tuple[Any, Any, list[str]]:
         notes.append("no weights found, so they are random")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            network = transformers.AutoModel.from_config(config)
+            try:
+                network = transformers.AutoModel.from_config(config)
+            except Exception as error:
+                raise ValueError(f"no {model} can be made of its configuration: {_words(error)}") from error
     if not words:
         notes.append("no tokenizer found, so the bytes of the text are its tokens")
     if network.main_input_name != "input_ids":
         raise ValueError(f"{model} reads {network.main_input_name}, not text; record it with lln.instruments.Recorder")
     return network, transformers.AutoTokenizer.from_pretrained(folder) if words else None, notes
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _encode(network: Any, tokenizer: Any, text: str, tokens: int) -> Tensor:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lln.checks import FLOATS, check_block_size, check_choice, check_inputs
-from lln.curves import Matching
+from lln.curves import MATCHINGS, Matching
 from lln.functional import KINDS, Kind, broadcast_scale
 from lln.instruments.rows import CHUNK_ENTRIES, CHUNK_ROWS, LLNRows, MatrixRows, MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding, read_paddings
-from lln.moments import Scope, accumulator, chunks, match_moments
+from lln.moments import SCOPES, Scope, accumulator, chunks, match_moments
 
 # How far the sum of a row may be from 1, by the precision the matrix was computed in.
 SUM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -118,6 +118,8 @@ def _check_stochastic(matrix: Tensor, is_causal: bool) -> None:
 def _read_inputs(query: Tensor, key: Tensor, options: Options) -> Iterator[Rows]:
     kind, is_causal = options.get("kind", "lln"), options.get("is_causal", False)
     check_choice("kind", kind, KINDS)
+    check_choice("matching", options.get("matching", "variance"), MATCHINGS)
+    check_choice("scope", options.get("scope", "sample"), SCOPES)
     near = kind in ("block_diagonal", "lln_diag")
     same_length = f"kind={kind!r}" if near else "is_causal=True" if is_causal else None
     check_inputs(query, key, same_length=same_length)

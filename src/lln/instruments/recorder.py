@@ -10,6 +10,7 @@ with Recorder(model, "run/records.jsonl") as recorder:
 import os
 import random
 import time
+import warnings
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +35,8 @@ class Recorder:
     its keys, which makes bias too large: by unbiased / rows where rows differ little, by up to log2(N / rows) where
     each looks at a key of its own; and the gap is that of the chain among the sampled tokens, a rough estimate. The
     gap of LLN stays exact, that of causal attention is over the sampled rows. alpha and beta are null for softmax, the
-    gap is for cross attention, and all are where query or key is not finite.
+    gap is for cross attention and where a sampled row has no weight among the sampled tokens, and all are where query
+    or key is not finite.
 
     Outputs, gradients and the state of random numbers stay bit-identical. `budget` is the share of time that recording
     may take: a step that is due waits until the time spent is below it, None switches that off. The first step is
@@ -72,7 +74,7 @@ class Recorder:
         self._model = model
         self._random = random.Random(seed)
         self._turn = 0
-        self._due = self._closed = False
+        self._due = self._closed = self._warned = False
         self._tap: Tap | None = None
         self._board = _open_tensorboard(tensorboard)
         self._file = RecordFile(path)
@@ -93,12 +95,23 @@ class Recorder:
             if records:
                 self._write(records)
                 self._turn += 1
+            elif not self._tap.refused:
+                self._say_nothing_heard()
             self._due = False
             self.seconds += self._tap.seconds + time.perf_counter() - start
             self._tap = None
         self.current_step += 1
         self._prepare()
         return records
+
+    def _say_nothing_heard(self) -> None:
+        if not self._warned:
+            warnings.warn(
+                f"step {self.current_step} was to be recorded, but no attention of {type(self._model).__name__} was "
+                "heard: either the model did not run, or it computes attention in a way of its own",
+                stacklevel=3,
+            )
+        self._warned = True
 
     def table(self) -> list[Record]:
         """All records in the file, for `pandas.DataFrame(recorder.table())` or `write_table`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+BEGINNING = b'{"step": '  # of every line that a recorder writes
 
 
 class RecordFile:
@@ -19,11 +20,11 @@ class RecordFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(self.path)
+        _make_ready(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, records: list[Record]) -> None:
-        self._file.write("".join(json.dumps(_clean(record), allow_nan=False) + "\n" for record in records))
+        self._file.write("".join(json.dumps(clean(record), allow_nan=False) + "\n" for record in records))
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -57,19 +58,37 @@ def write_table(records: list[Record], path: str | os.PathLike[str]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(_clean(record) for record in records)
+        writer.writerows(clean(record) for record in records)
     return path
 
 
-def _clean(record: Record) -> Record:
+def clean(record: Record) -> Record:
     """Null for what JSON has no number for."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Remove a last line without its newline, which a crash has left, so that new records start on a line."""
+def _make_ready(path: Path) -> None:
+    """Let new records start on a line: remove a last line that a crash has torn. Refuse a file of something else."""
     if not path.exists():
         return
     with path.open("rb+") as file:
         content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+        start = content.rfind(b"\n") + 1
+        first, last = content.split(b"\n", 1)[0], content[start:]
+        torn = bool(last) and _parse(last) is None
+        begun = torn and start == 0 and (last.startswith(BEGINNING) or BEGINNING.startswith(last))
+        if content and not begun and "step" not in (_parse(first) or {}):
+            raise ValueError(f"{path} is not a file of records, its first line is {first[:80]!r}; give another path")
+        if torn:
+            file.truncate(start)
+        elif last:
+            file.write(b"\n")
+
+
+def _parse(line: bytes) -> Record | None:
+    """The JSON object on a line, if there is one."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

@@ -8,8 +8,10 @@ Which way lambda_2 is found depends on what is known about the matrix:
     up to 128 tokens  all eigenvalues of the explicit matrix
     more              ARPACK, which only multiplies the matrix with vectors, chunk of rows by chunk
 
-In the last two the pair (1, uniform vector) is deflated: C P with C = I - 1 1^T / N has the other eigenvalues of P and
-0 in place of the 1, so that lambda_2 is its largest. No conditioning is lost, because C is an orthogonal projection.
+Where all eigenvalues are computed, the one nearest to 1 is dropped. ARPACK finds the largest only, so there the pair
+(1, uniform vector) is deflated: C P with C = I - 1 1^T / N has the other eigenvalues of P and 0 in place of the 1. The
+eigenvectors of the others change with it, and rounding can move the eigenvalues of hard attention far, where most
+weights are zero. These are therefore read where each row has one key, and up to 1024 tokens all computed.
 """
 
 import importlib.util
@@ -35,6 +37,8 @@ Vector: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
 DENSE_TOKENS, DENSE_AT_MOST = 128, 2048
 # Krylov vectors and restarts: 100 to 200 products for Gaussian inputs, whatever their number.
 KRYLOV, RESTARTS = 48, 40
+# Beyond this share of zeros attention is hard: all its eigenvalues are computed, if the matrix is held.
+HARD = 0.5
 
 
 def spectral_gap(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -59,7 +63,7 @@ def gap(rows: Rows) -> Tensor:
     if rows.is_causal:
         second = _second_on_diagonal(rows)
     elif isinstance(rows, LLNRows):
-        second = _largest(_centre(_feature_chain(rows)))
+        second = _second_eigenvalue(_feature_chain(rows))
     elif isinstance(rows, SoftmaxRows) and rows.block_size is not None and rows.num_rows > rows.block_size:
         second = torch.ones(rows.heads, dtype=torch.float64)
     elif rows.num_rows <= (DENSE_TOKENS if _has_scipy() else DENSE_AT_MOST):
@@ -95,7 +99,11 @@ def _feature_chain(rows: LLNRows) -> Tensor:
 
 def _dense(matrix: Tensor) -> Tensor:
     """|lambda_2| of explicit matrices (G, N, N)."""
-    return torch.where(_triangular(matrix), _second_of(matrix), _largest(_centre(matrix)))
+    triangular = _triangular(matrix)
+    second = _second_of(matrix)
+    if not bool(triangular.all()):
+        second[~triangular] = _second_eigenvalue(matrix[~triangular])
+    return second
 
 
 def _of_long_head(rows: Rows) -> Tensor:
@@ -115,25 +123,48 @@ def _second_of(matrix: Tensor) -> Tensor:
     return ordered[..., -2]
 
 
-def _centre(matrix: Tensor) -> Tensor:
-    """C P: from each column its mean."""
-    return matrix - matrix.mean(dim=-2, keepdim=True)
-
-
-def _largest(matrix: Tensor) -> Tensor:
+def _second_eigenvalue(matrix: Tensor) -> Tensor:
+    """The largest |lambda| of stochastic matrices (G, D, D) but for the one eigenvalue nearest to 1; 0 if D is 1."""
     with _one_thread():
-        values: Tensor = torch.linalg.eigvals(matrix)
-    return values.abs().amax(dim=-1)
+        try:
+            values: Tensor = torch.linalg.eigvals(matrix)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            import numpy as np  # another LAPACK, which may get through
+
+            values = torch.from_numpy(np.linalg.eigvals(matrix.cpu().numpy())).to(matrix.device)
+    first = (values - 1).abs().argmin(dim=-1, keepdim=True)
+    return values.abs().scatter(-1, first, 0.0).amax(dim=-1)
+
+
+def _second_of_pointers(target: Tensor) -> float:
+    """|lambda_2| of a matrix whose row i has all its weight in column target[i] (N,): eigenvalues are 0, and the roots
+    of unity of each cycle. So it is 0 if all rows lead to one fixed point, else 1.
+    """
+    reached = target
+    for _ in range(len(target).bit_length()):  # at least N steps, by doubling: all are on cycles then
+        reached = reached[reached]
+    return 0.0 if bool((reached == reached[0]).all()) else 1.0
 
 
 def _by_iteration(rows: Rows) -> Tensor:
     """|lambda_2| of one head from products of its rows with vectors."""
     import numpy as np
-    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs  # type: ignore[import-untyped]
+    from scipy.sparse.linalg import (  # type: ignore[import-untyped]
+        ArpackError,
+        ArpackNoConvergence,
+        LinearOperator,
+        eigs,
+    )
 
     tokens, parts = rows.num_rows, list(rows.parts())
     first = rows.block(parts[0])[0]
     held = first.double() if len(parts) == 1 else None
+    if bool((first.amax(dim=1) == 1).all()):
+        target = _pointers(rows)
+        if target is not None:
+            return torch.tensor(_second_of_pointers(target), dtype=torch.float64)
+    if held is not None and bool((held == 0).double().mean() > HARD):
+        return _dense(held[None])[0]
     tolerance = 1e-12 if first.dtype == torch.float64 else 1e-7
 
     def multiply(vector: Vector) -> Vector:
@@ -141,21 +172,35 @@ def _by_iteration(rows: Rows) -> Tensor:
         product = held @ right if held is not None else _product(rows, right)
         return (product - product.mean()).cpu().numpy()
 
-    start = multiply(np.random.default_rng(0).standard_normal(tokens))
+    random = np.random.default_rng(0)
+    start = multiply(random.standard_normal(tokens))
     if np.linalg.norm(start) <= 1e-13 * tokens**0.5:
         return torch.zeros((), dtype=torch.float64)  # all rows are the same; ARPACK refuses a zero matrix
     operator = LinearOperator((tokens, tokens), matvec=multiply, dtype=np.float64)
-    try:
-        values = eigs(
-            operator, k=2, ncv=KRYLOV, v0=start, tol=tolerance, maxiter=RESTARTS, return_eigenvectors=False, rng=0
-        )
-        largest = float(np.abs(values).max())
-    except ArpackNoConvergence:
-        # Many eigenvalues of nearly the same size, as a permutation has them.
-        if tokens <= DENSE_AT_MOST:
-            return _dense(torch.cat([rows.block(index) for index in parts], dim=1).double())[0]
-        largest = _growth(multiply, start)
-    return torch.tensor(largest, dtype=torch.float64)
+    for vector in (start, random.standard_normal(tokens)):
+        try:
+            values = eigs(
+                operator, k=2, ncv=KRYLOV, v0=vector, tol=tolerance, maxiter=RESTARTS, return_eigenvectors=False, rng=0
+            )
+            return torch.tensor(float(np.abs(values).max()), dtype=torch.float64)
+        except ArpackNoConvergence:
+            break  # many eigenvalues of nearly the same size, as a permutation has them
+        except ArpackError:
+            continue  # a vector that the matrix takes to zero, perhaps
+    if tokens <= DENSE_AT_MOST:
+        return _dense(torch.cat([rows.block(index) for index in parts], dim=1).double())[0]
+    return torch.tensor(_growth(multiply, start), dtype=torch.float64)
+
+
+def _pointers(rows: Rows) -> Tensor | None:
+    """The key of each row of one head, if every row has all its weight on one."""
+    targets = []
+    for index in rows.parts():
+        weight, target = rows.block(index)[0].max(dim=1)
+        if not bool((weight == 1).all()):
+            return None
+        targets.append(target)
+    return torch.cat(targets)
 
 
 def _product(rows: Rows, right: Tensor) -> Tensor:

@@ -6,11 +6,15 @@ differently. What is looked at is copied without gradients, without random numbe
 cache of cast weights is never touched and values are not rounded more than the model's own.
 """
 
+import copy
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,11 +27,51 @@ from lln.nn import LLNAttention
 Reader = Callable[..., Capture]
 
 
+class _Watched:
+    """A module's forward that is seen first. In a copy or a pickle of the module it becomes the module's own again."""
+
+    def __init__(self, module: nn.Module, see: Callable[..., None]) -> None:
+        self.module, self.see = module, see
+        self.previous, self.forward = module.__dict__.get("forward"), module.forward
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.see(self.module, *args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.previous is not None:
+            return copy.deepcopy(self.previous, memo)
+        return MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))  # the memo holds it by now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_same, (self.previous,)) if self.previous is not None else (_own_forward, (self.module,))
+
+    def restore(self) -> None:
+        if self.previous is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.previous
+
+
+def _same(forward: Any) -> Any:
+    return forward
+
+
+def _own_forward(module: nn.Module) -> Any:
+    return MethodType(type(module).forward, module)
+
+
 class Tap(AbstractContextManager["Tap"]):
-    """Captures the first call of each attention in `model` while it is open; `seconds` is what that took."""
+    """Captures the first call of each attention in `model` while it is open; `seconds` is what that took.
+
+    `refused` says of the attentions that cannot be read why, `calls` how often each was called.
+    """
 
     def __init__(self, model: nn.Module, choose: Choose) -> None:
         self.captures: dict[str, Capture] = {}
+        self.refused: dict[str, str] = {}
+        self.calls: Counter[str] = Counter()
         self.seconds = 0.0
         self._choose = choose
         self._stack = ExitStack()
@@ -46,23 +90,11 @@ class Tap(AbstractContextManager["Tap"]):
         self._stack.close()
 
     def _wrap(self, name: str, module: nn.Module, reader: Reader) -> None:
-        previous, forward = module.__dict__.get("forward"), module.forward
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self._see(name, reader, module, *args, **kwargs)
-            return forward(*args, **kwargs)
-
-        def restore() -> None:
-            if previous is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = previous
-
-        module.__dict__["forward"] = watched
-        self._stack.callback(restore)
+        self._stack.callback(_Watched(module, partial(self._see, name, reader)).restore)
 
     def _see(self, name: str, reader: Reader, *args: Any, **kwargs: Any) -> None:
-        if name in self.captures:  # gradient checkpointing and accumulation call again
+        self.calls[name] += 1
+        if name in self.captures or name in self.refused:  # gradient checkpointing and accumulation call again
             return
         start = time.perf_counter()
         device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
@@ -70,6 +102,7 @@ class Tap(AbstractContextManager["Tap"]):
             with torch.no_grad(), torch.autocast(device, enabled=False):
                 self.captures[name] = reader(self._choose, *args, **kwargs)
         except UnreadableError as reason:
+            self.refused[name] = str(reason)
             warnings.warn(f"{name} is not recorded: {reason}", stacklevel=2)
         self.seconds += time.perf_counter() - start
 

@@ -27,7 +27,8 @@ def count(setup: Setup) -> int:
 def measure(setup: Setup) -> Iterator[Row]:
     """Density of ln P in each bin, the fitted normal's in its middle, and how far from normal the whole is.
 
-    Queries and keys are standard normal, so the scores have variance 1; entries outside the bins count in the total.
+    Queries and keys are standard normal, so the scores have a variance of about 1.
+    Entries outside the bins count in the total.
     """
     query, key = gaussian_inputs(setup)
     for curve in SHOWN:
@@ -54,7 +55,9 @@ def measure(setup: Setup) -> Iterator[Row]:
 
 
 def draw(setup: Setup, rows: list[Row]) -> "Figure":
-    figure, stack = panels(setup.footer(), "Histograms of ln P at score variance 1", 3, size=(8.0, 7.0), stacked=True)
+    figure, stack = panels(
+        setup.footer(), "Histograms of ln P at score variance about 1", 3, size=(8.0, 7.0), stacked=True
+    )
     for axes, curve in zip(stack, SHOWN, strict=True):
         left, right, density, normal = (
             column(rows, name, curve=curve) for name in ("left", "right", "density", "normal_density")
