@@ -159,41 +159,19 @@ def attention_matrix(
     check_choice("kind", kind, KINDS)
     check_inputs(query, key)
     identity = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:3], key.shape[2])
-    if kind in ("softmax", "block_diagonal"):
-        given = {"alpha": alpha, "beta": beta}
-        if any(scale is not None for scale in given.values()):
-            raise ValueError(f"alpha and beta belong to LLN attention, not to kind={kind!r}; leave them out")
-        if kind == "softmax":
-            from lln.reference import softmax_attention
-
-            return softmax_attention(query, key, identity, key_padding_mask=key_padding_mask, is_causal=is_causal)
-        return block_diagonal_attention(
-            query, key, identity, block_size=block_size, key_padding_mask=key_padding_mask, is_causal=is_causal
-        )
+    masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
+    settings: dict[str, Any] = {"alpha": alpha, "beta": beta, "matching": matching, "scope": scope}
     if kind == "lln":
-        return lln_attention(
-            query,
-            key,
-            identity,
-            key_padding_mask=key_padding_mask,
-            is_causal=is_causal,
-            alpha=alpha,
-            beta=beta,
-            matching=matching,
-            scope=scope,
-        )
-    return lln_diag_attention(
-        query,
-        key,
-        identity,
-        block_size=block_size,
-        key_padding_mask=key_padding_mask,
-        is_causal=is_causal,
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
-        scope=scope,
-    )
+        return lln_attention(query, key, identity, **masks, **settings)
+    if kind == "lln_diag":
+        return lln_diag_attention(query, key, identity, block_size=block_size, **masks, **settings)
+    if alpha is not None or beta is not None:
+        raise ValueError(f"alpha and beta belong to LLN attention, not to kind={kind!r}; leave them out")
+    if kind == "block_diagonal":
+        return block_diagonal_attention(query, key, identity, block_size=block_size, **masks)
+    from lln.reference import softmax_attention
+
+    return softmax_attention(query, key, identity, **masks)
 
 
 def _lln(
