@@ -55,6 +55,15 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor | None = None, *, sam
         )
 
 
+def check_at_least(lowest: int, **options: int) -> None:
+    """Refuse options that are not whole numbers from `lowest` on."""
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < lowest:
+            raise ValueError(f"{name} must be at least {lowest}, got {value}")
+
+
 def check_block_size(block_size: int) -> None:
     if isinstance(block_size, bool) or not isinstance(block_size, int):
         raise TypeError(f"block_size must be an int, got {type(block_size).__name__}")
@@ -76,7 +85,7 @@ def check_scale(name: str, scale: float | Tensor | None, *, batch: int, heads: i
             )
         if not scale.is_floating_point():
             raise TypeError(f"{name} must be a floating point tensor, got {scale.dtype}")
-        if not known(positive := (scale > 0).all()) or bool(positive):
+        if not known(good := ((scale > 0) & scale.isfinite()).all()) or bool(good):
             return
     elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} must be a number, a tensor or None, got {type(scale).__name__}")

@@ -72,7 +72,7 @@ def recall(query: Tensor, alpha: Tensor, memory: Memory) -> Tensor:
     """out = softmax(alpha q + L) S, piece by piece."""
     mass, values = memory.mass[:, :, None], memory.values
     parts = (torch.softmax(a + mass, dim=-1) @ values for a in _weighted_queries(query, alpha))
-    return _collect(parts, query, values.shape[3])
+    return collect(parts, query, values.shape[3])
 
 
 def full_attention(
@@ -94,7 +94,7 @@ def causal_attention(
             output, memory = _causal_segment(a, b, v, memory)
             yield output
 
-    return _collect(parts(), query, value.shape[3]), memory
+    return collect(parts(), query, value.shape[3]), memory
 
 
 def block_diagonal_attention(
@@ -106,15 +106,15 @@ def block_diagonal_attention(
     a token that is not kept lies in no block and gets zeros.
     """
     if keep is None:
-        return _collect(_blocks(query, key, value, None, block_size, is_causal), query, value.shape[3])
+        return collect(_blocks(query, key, value, None, block_size, is_causal), query, value.shape[3])
     order = front_order(keep)
     query, key, value = (take_tokens(x, order) for x in (query, key, value))
     parts = _blocks(query, key, value, keep.gather(1, order), block_size, is_causal)
-    output = _collect(parts, query, value.shape[3])
+    output = collect(parts, query, value.shape[3])
     return blank(take_tokens(output, order.argsort(dim=1)), keep)
 
 
-def _collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
+def collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
     """The pieces of an output one after the other.
 
     Without gradients they are written where they belong, because a list of them would take the output's memory twice;

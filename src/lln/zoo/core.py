@@ -8,6 +8,7 @@ from lln.functional import block_diagonal_attention, lln_attention, lln_diag_att
 from lln.masks import blank
 from lln.moments import Scope
 from lln.zoo.registry import Mechanism, register
+from lln.zoo.window import on_kept_tokens
 
 PAPER = "Nahshan, Kampeas, Haleva: Linear Log-Normal Attention with Unbiased Concentration"
 
@@ -19,22 +20,26 @@ PAPER = "Nahshan, Kampeas, Haleva: Linear Log-Normal Attention with Unbiased Con
     year=2017,
     time="N² D",
     memory="N D",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class Softmax(Mechanism):
-    """out = softmax(q . k / sqrt(D)) v, by torch's scaled_dot_product_attention."""
+    """out = softmax(q . k / sqrt(D)) v, by torch's scaled_dot_product_attention.
+
+    With a causal mask, padding gets zeros.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         if keep is None:
             return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-        allowed = keep[:, None, None, :].expand(-1, 1, query.shape[2], -1)
-        if is_causal:
-            allowed = allowed.tril()
+        if is_causal:  # with the kept tokens in front no mask of pairs is needed
+
+            def mix(query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None) -> Tensor:
+                return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+            return on_kept_tokens(mix, query, key, value, keep)
+        allowed = keep[:, None, None, :]  # broadcasts: a row for each query would take N x M
         some = allowed.any(dim=-1, keepdim=True)  # SDPA gives NaN where nothing may be seen; here it is zero
         output = scaled_dot_product_attention(query, blank(key, keep), blank(value, keep), attn_mask=allowed | ~some)
         return output.masked_fill(~some, 0.0)
@@ -47,12 +52,9 @@ class Softmax(Mechanism):
     year=2022,
     time="N C D",
     memory="N C",
-    learned="",
     causal=True,
     padding=True,
     cross=False,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class BlockDiagonal(Mechanism):
     """Softmax attention inside blocks of C tokens."""
@@ -74,12 +76,9 @@ class BlockDiagonal(Mechanism):
     year=2023,
     time="N D²",
     memory="N D",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class LLN(Mechanism):
     """exp(alpha q) . exp(beta k), normalised, with alpha and beta from moment matching or given."""
@@ -119,12 +118,9 @@ class LLN(Mechanism):
     year=2023,
     time="N D (D + C)",
     memory="N (D + C)",
-    learned="",
     causal=True,
     padding=True,
     cross=False,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class LLNDiag(LLN):
     """The average of LLN attention and softmax attention inside blocks of C tokens."""

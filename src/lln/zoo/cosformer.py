@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from lln.masks import blank, kept_tokens
+from lln.masks import kept_tokens
 from lln.moments import accumulator
-from lln.zoo.linear import linear_attention
+from lln.zoo.linear import Features, linear_attention
 from lln.zoo.registry import Mechanism, register
 
 
@@ -18,12 +18,9 @@ from lln.zoo.registry import Mechanism, register
     year=2022,
     time="N D²",
     memory="N D",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class CosFormer(Mechanism):
     """P_ij ~ relu(q_i) . relu(k_j) cos(pi/2 (i - j) / L), linear because cos(x - y) = cos x cos y + sin x sin y.
@@ -47,11 +44,21 @@ class CosFormer(Mechanism):
         else:
             length = torch.full((1, 1), self.max_len, dtype=dtype, device=query.device)
 
-        def features(x: Tensor, kept: Tensor) -> Tensor:
-            position = (kept.cumsum(dim=1) - 1).to(dtype)
-            angle = (math.pi / 2 * position / length)[:, None, :, None]
-            return torch.cat((x * angle.cos(), x * angle.sin()), dim=-1)
+        def features(kept: Tensor) -> Features:
+            angles = math.pi / 2 * (kept.cumsum(dim=1) - 1).to(dtype) / length
 
-        phi_q = features(query.to(dtype).relu(), kept_queries)
-        phi_k = features(blank(key, keep).to(dtype).relu(), kept_keys)
-        return linear_attention(phi_q, phi_k, value, keep, is_causal)
+            def of_piece(x: Tensor, part: slice) -> Tensor:
+                angle = angles[:, None, part, None]
+                return torch.cat((x.relu() * angle.cos(), x.relu() * angle.sin()), dim=-1)
+
+            return of_piece
+
+        return linear_attention(
+            query,
+            key,
+            value,
+            keep,
+            is_causal,
+            query_features=features(kept_queries),
+            key_features=features(kept_keys),
+        )

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from lln.masks import blank
 from lln.moments import accumulator
+from lln.zoo.core import PAPER
 from lln.zoo.linear import linear_attention, weighted_mean
 from lln.zoo.registry import Mechanism, register
-
-FIGURE_2 = "Nahshan, Kampeas, Haleva: Linear Log-Normal Attention with Unbiased Concentration"
 
 
 class FeatureMap(Mechanism):
     """Linear attention with a feature map that works on each entry by itself."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
-        dtype = accumulator(query.dtype)
-        phi_q, phi_k = self.features(query.to(dtype)), self.features(blank(key, keep).to(dtype))
-        return linear_attention(phi_q, phi_k, value, keep, is_causal)
+        def features(x: Tensor, _: slice) -> Tensor:
+            return self.features(x)
+
+        return linear_attention(query, key, value, keep, is_causal, query_features=features, key_features=features)
 
     def features(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -37,11 +37,9 @@ class FeatureMap(Mechanism):
     year=2020,
     time="N D²",
     memory="N D",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
-    random=False,
     checked_against="performer-pytorch 1.1.4 (its linear attention with this feature map)",
 )
 class Elu(FeatureMap):
@@ -55,16 +53,13 @@ class Elu(FeatureMap):
 @register(
     name="relu",
     title="Linear ReLU",
-    paper=FIGURE_2,
+    paper=PAPER,
     year=2023,
     time="N D²",
     memory="N D",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class Relu(FeatureMap):
     """phi(x) = max(x, 0): the linear counterpart of `relu_kernel`."""
@@ -76,16 +71,13 @@ class Relu(FeatureMap):
 @register(
     name="quadratic",
     title="Linear quadratic",
-    paper=FIGURE_2,
+    paper=PAPER,
     year=2023,
     time="N D²",
     memory="N D",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class Quadratic(FeatureMap):
     """phi(x) = x²: the linear counterpart of `quadratic_kernel`."""
@@ -113,16 +105,13 @@ class Kernel(Mechanism):
 @register(
     name="relu_kernel",
     title="ReLU kernel",
-    paper=FIGURE_2,
+    paper=PAPER,
     year=2023,
     time="N² D",
     memory="N²",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class ReluKernel(Kernel):
     """P_ij ~ max(q_i . k_j / sqrt(D), 0)."""
@@ -134,16 +123,13 @@ class ReluKernel(Kernel):
 @register(
     name="quadratic_kernel",
     title="Quadratic kernel",
-    paper=FIGURE_2,
+    paper=PAPER,
     year=2023,
     time="N² D",
     memory="N²",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
-    random=False,
-    checked_against="the explicit matrix of the formula",
 )
 class QuadraticKernel(Kernel):
     """P_ij ~ (q_i . k_j)²."""

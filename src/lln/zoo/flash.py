@@ -1,13 +1,16 @@
 """FLASH: the mixed-chunk attention of the gated attention unit, exact inside chunks and linear across them."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
+from lln.checks import check_at_least
+from lln.kernels.plain import collect
+from lln.moments import CHUNK_TOKENS, chunks
 from lln.zoo.registry import Mechanism, register
-from lln.zoo.window import blocks, check_at_least, join_blocks, on_kept_tokens
+from lln.zoo.window import blocks, join_blocks, on_kept_tokens
 
 
 @register(
@@ -21,8 +24,6 @@ from lln.zoo.window import blocks, check_at_least, join_blocks, on_kept_tokens
     causal=True,
     padding=True,
     cross=False,
-    random=False,
-    checked_against="the explicit matrix of the formula",
     left_outside="the gate and the output projection, the one projection that queries and keys share, position bias",
 )
 class Flash(Mechanism):
@@ -51,18 +52,26 @@ class Flash(Mechanism):
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None, *, is_causal: bool) -> Tensor:
         tokens, size = query.shape[2], min(self.chunk_size, query.shape[2])
         scale, offset = self.scale.to(query.dtype), self.offset.to(query.dtype)
-        q, q_across, k, k_across = (
-            blocks(x * s + o, size) for x, s, o in zip((query, query, key, key), scale, offset, strict=True)
-        )
-        v = blocks(value, size)  # padding comes blanked: whatever its weight, its values add nothing
 
-        weights = torch.relu(q @ k.mT / self.chunk_size).square()
-        inside = (weights.tril() if is_causal else weights) @ v
-        sums = k_across.mT @ v  # (B, H, n, D, V)
-        if is_causal:
-            # Shifted, not subtracted: nothing of the chunk itself can remain.
-            sums = pad(sums.cumsum(dim=2)[:, :, :-1], (0, 0, 0, 0, 1, 0)) / self.chunk_size
-        else:
-            count = tokens if kept is None else kept.sum(dim=1).clamp(min=1)[:, None, None, None, None]
-            sums = sums.sum(dim=2, keepdim=True) / count
-        return join_blocks(inside + q_across @ sums, tokens)
+        def parts() -> Iterator[Tensor]:  # whole chunks, a few at a time; padding comes blanked: its values add nothing
+            sums = query.new_zeros(())  # of K'ᵀ V, (B, H, D, V) from the first piece on
+            if not is_causal:
+                for part in chunks(tokens):
+                    sums = sums + (key[:, :, part] * scale[3] + offset[3]).mT @ value[:, :, part]
+                sums = sums / (tokens if kept is None else kept.sum(dim=1).clamp(min=1)[:, None, None, None])
+            for part in chunks(tokens, max(size, CHUNK_TOKENS // size * size)):
+                q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]
+                weights = blocks(q * scale[0] + offset[0], size) @ blocks(k * scale[2] + offset[2], size).mT
+                weights = torch.relu(weights / self.chunk_size).square()
+                inside = join_blocks((weights.tril() if is_causal else weights) @ blocks(v, size), q.shape[2])
+                q_across = q * scale[1] + offset[1]
+                if not is_causal:
+                    yield inside + q_across @ sums
+                    continue
+                own = blocks(k * scale[3] + offset[3], size).mT @ blocks(v, size) / self.chunk_size  # (B, H, n, D, V)
+                # Shifted, not subtracted: nothing of the chunk itself can remain.
+                before = torch.cat((sums.expand_as(own[:, :, 0])[:, :, None], own), dim=2).cumsum(dim=2)
+                yield inside + join_blocks(blocks(q_across, size) @ before[:, :, :-1], q.shape[2])
+                sums = before[:, :, -1]
+
+        return collect(parts(), query, value.shape[3])

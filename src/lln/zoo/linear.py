@@ -5,33 +5,23 @@
 over the kept keys j, with a causal mask over those up to i. The sums over j come first: all that is kept of the keys
 is one F x (V + 1) matrix, so time is O(N F V). A query without any weight gets zeros.
 
-Shapes: B batch, H heads, N queries, M keys, F features, V value width; n chunks of C tokens.
+Tokens pass through in pieces, features and all, so that nothing but the output grows with their number.
+
+Shapes: B batch, H heads, N queries, M keys, F features, V value width; T tokens of a piece, n chunks of C tokens.
 """
+
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lln.kernels.plain import CAUSAL_CHUNK
+from lln.kernels.plain import CAUSAL_CHUNK, collect
 from lln.masks import blank
-from lln.moments import accumulator
+from lln.moments import accumulator, chunks
 
-
-def linear_attention(phi_q: Tensor, phi_k: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
-    """Attention with the weights phi_q . phi_k, which must not be negative: (B, H, N, V) in the dtype of `value`."""
-    weighted, total = linear_sums(phi_q, phi_k, value, keep, is_causal)
-    return weighted_mean(weighted, total).to(value.dtype)
-
-
-def linear_sums(
-    phi_q: Tensor, phi_k: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Sums (B, H, N, V) of the weighted values and (B, H, N, 1) of the weights, in at least float32."""
-    dtype = accumulator(value.dtype)
-    q, k = phi_q.to(dtype), blank(phi_k.to(dtype), keep)
-    v = pad(blank(value.to(dtype), keep), (0, 1), value=1.0)  # a last feature that is always 1 sums the weights
-    sums = _causal_sums(q, k, v) if is_causal else q @ (k.mT @ v)
-    return sums[..., :-1], sums[..., -1:]
+Features = Callable[[Tensor, slice], Tensor]  # of a piece (B, H, T, D), and where in the sequence it lies
+Finish = Callable[[Tensor, Tensor, slice], Tensor]  # of the sums (B, H, T, V) and (B, H, T, 1), and where they lie
 
 
 def weighted_mean(weighted: Tensor, total: Tensor) -> Tensor:
@@ -41,12 +31,62 @@ def weighted_mean(weighted: Tensor, total: Tensor) -> Tensor:
     return (weighted / torch.where(some, total, 1.0)).masked_fill(~some, 0.0)
 
 
-def _causal_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What came before a chunk through the sums at its start, the tokens inside it pair by pair."""
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor | None,
+    is_causal: bool,
+    *,
+    query_features: Features,
+    key_features: Features,
+    finish: Finish = lambda weighted, total, _: weighted_mean(weighted, total),
+) -> Tensor:
+    """Attention with the weights phi(q) . phi(k), (B, H, N, V) in the dtype of `value`; sums are in at least float32.
+
+    `finish` makes the output of the sums of the weighted values and of the weights. The one it has unless told
+    otherwise wants weights that are not negative.
+    """
+    dtype = accumulator(value.dtype)
+
+    def queries(part: slice) -> Tensor:
+        return query_features(query[:, :, part].to(dtype), part)
+
+    def keys(part: slice) -> tuple[Tensor, Tensor]:
+        kept = None if keep is None else keep[:, part]
+        k, v = (blank(x[:, :, part].to(dtype), kept) for x in (key, value))
+        # A last value that is always 1 sums the weights.
+        return blank(key_features(k, part), kept), pad(v, (0, 1), value=1.0)
+
+    def parts() -> Iterator[Tensor]:
+        state: Tensor | None = None  # (B, H, F, V + 1)
+        if not is_causal:
+            for part in chunks(key.shape[2]):
+                k, v = keys(part)
+                state = k.mT @ v if state is None else state + k.mT @ v
+        for part in chunks(query.shape[2]):
+            q = queries(part)
+            if is_causal:
+                sums, state = _causal_sums(q, *keys(part), state)
+            else:
+                assert state is not None
+                sums = q @ state
+            yield finish(sums[..., :-1], sums[..., -1:], part).to(value.dtype)
+
+    return collect(parts(), query, value.shape[3])
+
+
+def _causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sums up to each token, and the state after the last.
+
+    What came before a chunk comes through the sums at its start, the tokens inside it pair by pair.
+    """
     tokens = q.shape[2]
     size = min(tokens, CAUSAL_CHUNK)
     q, k, v = (pad(x, (0, 0, 0, -tokens % size)).reshape(*x.shape[:2], -1, size, x.shape[3]) for x in (q, k, v))
-    after = (k.mT @ v).cumsum(dim=2)  # (B, H, n, F, V + 1)
-    before = pad(after[:, :, :-1], (0, 0, 0, 0, 1, 0))  # shifted, not subtracted: nothing of the future can remain
-    sums = q @ before + (q @ k.mT).tril() @ v
-    return sums.flatten(2, 3)[:, :, :tokens]
+    own = k.mT @ v  # (B, H, n, F, V + 1)
+    first = torch.zeros_like(own[:, :, :1]) if state is None else state[:, :, None]
+    # Shifted, not subtracted: nothing of the future can remain.
+    before = torch.cat((first, own), dim=2).cumsum(dim=2)
+    sums = q @ before[:, :, :-1] + (q @ k.mT).tril() @ v
+    return sums.flatten(2, 3)[:, :, :tokens], before[:, :, -1]

@@ -5,9 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lln.checks import check_at_least
 from lln.masks import kept_tokens
 from lln.zoo.registry import Mechanism, register
-from lln.zoo.window import Extra, check_at_least, masked_softmax, on_kept_tokens, window_attention
+from lln.zoo.window import Extra, masked_softmax, on_kept_tokens, window_attention
 
 
 @register(
@@ -17,11 +18,9 @@ from lln.zoo.window import Extra, check_at_least, masked_softmax, on_kept_tokens
     year=2020,
     time="N (w + g) D",
     memory="N (w + g)",
-    learned="",
     causal=True,
     padding=True,
     cross=False,
-    random=False,
     checked_against="transformers 5.22.2 (LongformerSelfAttention), local-attention 1.11.2 (causal)",
     left_outside="projections of their own for the global tokens; dilated windows",
 )

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
+from lln.checks import check_at_least
 from lln.kernels.plain import absent
 from lln.masks import blank, front_order, kept_tokens, take_tokens
 from lln.moments import accumulator
 from lln.zoo.registry import Mechanism, register
-from lln.zoo.window import check_at_least
 
 # Landmarks and steps of the iteration in the Nyströmformer paper, which found six steps to be enough.
 LANDMARKS = 64
@@ -57,7 +57,6 @@ def refine_inverse(matrix: Tensor, start: Tensor, iterations: int) -> Tensor:
     causal=False,
     padding=True,
     cross=True,
-    random=False,
     checked_against="nystrom-attention 0.0.14 and transformers 5.22.2 (NystromformerSelfAttention), unpadded",
 )
 class Nystrom(Mechanism):

@@ -7,15 +7,16 @@ Shapes: B batch, H heads, N queries, M keys, D features of a head, F random vect
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lln.kernels.plain import causal_attention, empty_memory, full_attention
+from lln.checks import check_at_least
+from lln.kernels.plain import collect, causal_attention, empty_memory, merge, recall, remember
 from lln.masks import blank
-from lln.moments import accumulator
+from lln.moments import accumulator, chunks
 from lln.zoo.registry import Mechanism, register
-from lln.zoo.window import check_at_least
 
 
 class RandomFeatures(Mechanism):
@@ -81,7 +82,6 @@ class RandomFeatures(Mechanism):
     year=2020,
     time="N F D",
     memory="N F",
-    learned="",
     causal=True,
     padding=True,
     cross=True,
@@ -115,12 +115,29 @@ class Performer(RandomFeatures):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         dtype = accumulator(query.dtype)
         w = self.current_projection(dtype)
-        q, k = (x.to(dtype) * self.head_dim**-0.25 for x in (query, blank(key, keep)))
-        a, b = q @ w.mT, k @ w.mT - k.square().sum(dim=-1, keepdim=True) / 2
         one = torch.ones(1, 1, 1, 1, dtype=dtype, device=query.device)
-        if is_causal:
-            nothing = empty_memory(query.shape[0], self.num_heads, self.num_features, value.shape[3], query)
-            output, _ = causal_attention(a, b, value, one, one, keep, nothing)
-        else:
-            output = full_attention(a, b, value, one, one, keep)
-        return output.to(value.dtype)
+
+        def queries(part: slice) -> Tensor:
+            a: Tensor = query[:, :, part].to(dtype) * self.head_dim**-0.25 @ w.mT
+            return a
+
+        def keys(part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+            kept = None if keep is None else keep[:, part]
+            k = blank(key[:, :, part].to(dtype), kept) * self.head_dim**-0.25
+            return k @ w.mT - k.square().sum(dim=-1, keepdim=True) / 2, value[:, :, part], kept
+
+        def parts() -> Iterator[Tensor]:  # a and b are wider than the heads: they are there for one piece at a time
+            memory = empty_memory(query.shape[0], self.num_heads, self.num_features, value.shape[3], query)
+            if not is_causal:
+                for part in chunks(key.shape[2]):
+                    b, v, kept = keys(part)
+                    memory = merge(memory, remember(b, v, one, kept, heads=self.num_heads))
+            for part in chunks(query.shape[2]):
+                if is_causal:
+                    b, v, kept = keys(part)
+                    output, memory = causal_attention(queries(part), b, v, one, one, kept, memory)
+                else:
+                    output = recall(queries(part), one, memory)
+                yield output.to(value.dtype)
+
+        return collect(parts(), query, value.shape[3])

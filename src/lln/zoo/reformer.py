@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+from lln.checks import check_at_least
 from lln.kernels.plain import absent
 from lln.masks import kept_tokens
 from lln.zoo.registry import Mechanism, register
-from lln.zoo.window import check_at_least, on_kept_tokens
+from lln.zoo.window import on_kept_tokens
 
 # The score of a token for itself where queries are keys: it would win every softmax, so it is to count only when there
 # is nothing else to see. The value is reformer-pytorch's; any between all other scores and the masked ones would do.
@@ -21,7 +22,6 @@ SELF_SCORE = -5e4
     year=2020,
     time="R (N log N + N C D)",
     memory="R N (C + D)",
-    learned="",
     causal=False,
     padding=True,
     cross=False,
@@ -29,7 +29,8 @@ SELF_SCORE = -5e4
     checked_against="reformer-pytorch 1.4.4 (shared_qk=True), the explicit matrix of the formula",
     left_outside=(
         "the causal form: with a causal mask on the pairs, the borders of the chunks still depend on later tokens; "
-        "reversible layers; new rotations at every step"
+        "reversible layers; new rotations at every step; the correction for keys that are met in several rounds. "
+        "The published form, in which the query is the key, is shared_qk=True; the default is False"
     ),
 )
 class Reformer(Mechanism):
@@ -38,11 +39,13 @@ class Reformer(Mechanism):
         bucket(x) = argmax over [x R_r, -x R_r]      out = sum_r exp(z_r - logsumexp_r z_r) out_r
         out_r, z_r = softmax attention, and the logsumexp of its scores, in the chunk of C tokens and the one before
 
-    where the chunk before the first one is the last one. Tokens sort by bucket, then by position, padding last.
+    where the chunk before the first one is the last one. Tokens sort by bucket, then by position, padding last. A key
+    that is met in several rounds counts in each: the paper divides its weight by their number, and that
+    correction is left out.
 
     `shared_qk=True` is the published form: the query is also the key, at unit length; a token sees itself only if it
-    sees no other; `key` takes no part. With `shared_qk=False` queries and keys have their own hashes and are sorted in
-    one sequence, so that a chunk holds C tokens of both kinds, of which the keys are seen.
+    sees no other; `key` takes no part. With `shared_qk=False`, the default, `key` counts: queries and keys have their
+    own hashes and are sorted in one sequence, so that a chunk holds C tokens of both kinds, of which the keys are seen.
 
     The rotations R_r are drawn once, from `seed` or from torch's generator, and are part of the state dict. The paper
     has as many buckets as chunks; a fixed number keeps hashing linear and the result independent of padding.

@@ -26,12 +26,12 @@ class Record:
     year: int
     time: str  # e.g. "N D²", in N tokens, D features and the mechanism's own options
     memory: str
-    learned: str  # its own parameters, "" if none
     causal: bool
     padding: bool
     cross: bool  # other numbers of queries than of keys
-    random: bool  # draws random numbers, other than to initialise parameters
-    checked_against: str  # an independent implementation, or the explicit matrix of the formula
+    learned: str = ""  # its own parameters, "" if none
+    random: bool = False  # draws random numbers, other than to initialise parameters
+    checked_against: str = "the explicit matrix of the formula"  # or an independent implementation
     left_outside: str = ""  # parts of the published layer that are not token mixing
     needs_max_len: bool = False
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from lln.masks import blank, kept_tokens
+from lln.masks import kept_tokens
 from lln.moments import accumulator
-from lln.zoo.linear import linear_sums, weighted_mean
+from lln.zoo.linear import linear_attention, weighted_mean
 from lln.zoo.performer import RandomFeatures
 from lln.zoo.registry import register
 
@@ -25,7 +25,6 @@ from lln.zoo.registry import register
     padding=True,
     cross=True,
     random=True,
-    checked_against="the explicit matrix of the formula",
     left_outside="the recency gate",
 )
 class RFA(RandomFeatures):
@@ -65,12 +64,18 @@ class RFA(RandomFeatures):
         scale = self.scale.to(dtype)[:, None]
         w = self.current_projection(dtype) * scale
 
-        def features(x: Tensor) -> Tensor:
-            angle = normalize(x.to(dtype), dim=-1) @ w.mT
+        def features(x: Tensor, _: slice) -> Tensor:
+            angle = normalize(x, dim=-1) @ w.mT
             return torch.cat((angle.cos(), angle.sin()), dim=-1) / math.sqrt(self.num_features)
 
-        weighted, total = linear_sums(features(query), features(blank(key, keep)), value, keep, is_causal)
         kept = kept_tokens(keep, key).to(dtype)
         count = kept.cumsum(dim=1) if is_causal else kept.sum(dim=1, keepdim=True)
         smallest = (-2 * scale.detach().square().amax(dim=-1, keepdim=True)).exp()  # (H, 1, 1)
-        return weighted_mean(weighted, torch.maximum(total, count[:, None, :, None] * smallest)).to(value.dtype)
+
+        def finish(weighted: Tensor, total: Tensor, part: slice) -> Tensor:
+            kept_so_far = (count[:, part] if is_causal else count)[:, None, :, None]
+            return weighted_mean(weighted, torch.maximum(total, kept_so_far * smallest))
+
+        return linear_attention(
+            query, key, value, keep, is_causal, query_features=features, key_features=features, finish=finish
+        )

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from lln.checks import check_at_least
+from lln.kernels.plain import collect
 from lln.masks import blank
-from lln.moments import accumulator
+from lln.moments import accumulator, chunks, pieces
 from lln.zoo.nystrom import ITERATIONS, LANDMARKS, landmarks, refine_inverse
 from lln.zoo.registry import Mechanism, register
-from lln.zoo.window import check_at_least
 
 # Added to the diagonal of the landmarks' kernel matrix, which is 1: landmarks that nearly coincide make it singular.
 # A tenth of the smallest eigenvalue that six steps of the iteration resolve, (13/4)^-6 = 8e-4, so that it costs no
@@ -22,12 +23,10 @@ RIDGE = 1e-4
     year=2021,
     time="N L D",
     memory="N L",
-    learned="",
     causal=False,
     padding=True,
     cross=True,
-    random=False,
-    checked_against="the explicit matrix of the formula",
+    left_outside="the sampling of landmarks: here they are means of segments of kept tokens",
 )
 class Skyformer(Mechanism):
     """out = C v with C_ij = exp(-|q_i - k_j|² / (2 sqrt(D))), not normalised, approximated by landmarks z as
@@ -67,8 +66,12 @@ class Skyformer(Mechanism):
         middle = blank(blank(gaussian(z, z), real).mT, real) + self.ridge * eye
         root = middle.sum(dim=-1, keepdim=True).rsqrt()  # (B, H, 2 L, 1)
         inverse = refine_inverse(root * middle * root.mT, eye.expand_as(middle), self.iterations)
-        context = gaussian(z, k) @ blank(value.to(dtype), keep)
-        return (gaussian(q, z) @ blank(root * (inverse @ (root * context)), real)).to(value.dtype)
+        context = torch.zeros((), dtype=dtype, device=z.device)
+        for part, (v, _) in zip(chunks(key.shape[2]), pieces(value, keep), strict=True):
+            context = context + gaussian(z, k[:, :, part]) @ v
+        context = blank(root * (inverse @ (root * context)), real)
+        parts = ((gaussian(q[:, :, part], z) @ context).to(value.dtype) for part in chunks(query.shape[2]))
+        return collect(parts, query, value.shape[3])
 
 
 def gaussian(x: Tensor, y: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
 
+from lln.checks import check_at_least
 from lln.kernels.plain import CAUSAL_CHUNK
 from lln.zoo.registry import Mechanism, register
-from lln.zoo.window import blocks, check_at_least, check_value_width, join_blocks, on_kept_tokens, split_heads
-
-RMS_EPSILON = 1e-8  # the authors', to the mean square here
+from lln.zoo.window import blocks, check_value_width, join_blocks, on_kept_tokens, rms_norm, split_heads
 
 
 @register(
@@ -24,8 +23,6 @@ RMS_EPSILON = 1e-8  # the authors', to the mean square here
     causal=True,
     padding=True,
     cross=False,
-    random=False,
-    checked_against="the explicit matrix of the formula",
     left_outside="the projections of gate and value, the gated feed-forward part; key takes no part in it",
 )
 class TNN(Mechanism):
@@ -77,7 +74,7 @@ class TNN(Mechanism):
         for depth, layer in enumerate(self.network):
             assert isinstance(layer, nn.Linear)
             if depth > 0:
-                x = torch.relu(x * (x.square().mean(dim=-1, keepdim=True) + RMS_EPSILON).rsqrt())
+                x = torch.relu(rms_norm(x))
             x = linear(x, layer.weight.to(dtype), layer.bias.to(dtype))
         decay = torch.pow(self.decay, position.abs().to(dtype))
         return split_heads((x * decay[:, None])[None], self.num_heads)[0]

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from lln.checks import check_at_least
 from lln.kernels.plain import absent
 from lln.masks import blank, kept_tokens
 from lln.zoo.registry import Mechanism, register
 from lln.zoo.window import (
     Extra,
-    check_at_least,
     check_value_width,
     join_heads,
     on_kept_tokens,
@@ -29,8 +29,6 @@ from lln.zoo.window import (
     causal=False,
     padding=True,
     cross=False,
-    random=False,
-    checked_against="the explicit matrix of the formula",
     left_outside=(
         "the causal form, which sees r summaries of each earlier segment and grows with the square of the length; "
         "projection weights from the input of the layer (here from the keys of the head)"

@@ -15,26 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, layer_norm
 
-from lln.checks import check_choice
+from lln.checks import check_at_least, check_choice
 from lln.functional import block_diagonal_attention
-from lln.zoo.linear import linear_sums
+from lln.zoo.linear import linear_attention
 from lln.zoo.registry import Mechanism, register
 from lln.zoo.window import (
     blocks,
-    check_at_least,
     check_value_width,
     join_blocks,
     join_heads,
     on_kept_tokens,
+    rms_norm,
     split_heads,
 )
 
 Layer = Literal["diag", "linear"]
 Norm = Literal["rms", "srms", "layer"]
 
-# Under the root of the mean square, so that a row of zeros (no score above 0) stays zero and has a finite gradient.
-# The authors add 1e-8 to the root mean square itself, whose gradient at zero is not a number.
-RMS_EPSILON = 1e-8
 LAYER_EPSILON = 1e-5  # torch.nn.LayerNorm's
 
 RECORD = {
@@ -46,8 +43,6 @@ RECORD = {
     "causal": True,
     "padding": True,
     "cross": False,
-    "random": False,
-    "checked_against": "the explicit matrix of the formula",
     "left_outside": "which layers are diag and which linear (layer=); position encoding; the gated feed-forward part",
 }
 
@@ -95,8 +90,19 @@ class TransNormer(Mechanism):
         return on_kept_tokens(partial(mix, is_causal=is_causal), query, key, value, keep)
 
     def _linear(self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None, *, is_causal: bool) -> Tensor:
-        sums, _ = linear_sums(elu(query) + self.shift, elu(key) + self.shift, value, kept, is_causal)
-        return self._normalise(sums)
+        def features(x: Tensor, _: slice) -> Tensor:
+            return elu(x) + self.shift
+
+        return linear_attention(
+            query,
+            key,
+            value,
+            kept,
+            is_causal,
+            query_features=features,
+            key_features=features,
+            finish=lambda weighted, total, _: self._normalise(weighted),
+        )
 
     def _rectified(self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None, *, is_causal: bool) -> Tensor:
         # Padding comes blanked: whatever its weight, its values add nothing.
@@ -110,8 +116,7 @@ class TransNormer(Mechanism):
         if self.norm == "layer":
             joined = layer_norm(joined, joined.shape[2:], scale, offset, LAYER_EPSILON)
         else:
-            joined = joined * (joined.square().mean(dim=-1, keepdim=True) + RMS_EPSILON).rsqrt()
-            joined = joined if scale is None else joined * scale
+            joined = rms_norm(joined) if scale is None else rms_norm(joined) * scale
         return split_heads(joined, x.shape[1])
 
 

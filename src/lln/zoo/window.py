@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lln.kernels.plain import absent
+from lln.kernels.plain import collect, absent
 from lln.masks import blank, front_order, take_tokens
-from lln.moments import accumulator
+from lln.moments import CHUNK_TOKENS, accumulator, chunks
+
+# Under the root of the mean square, so that a row of zeros (no score above 0) stays zero and has a finite gradient.
+# The authors of TransNormer and TNN add 1e-8 to the root mean square itself, whose gradient at zero is not a number.
+RMS_EPSILON = 1e-8
 
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -51,13 +55,9 @@ def check_value_width(name: str, value: Tensor, head_dim: int) -> None:
         )
 
 
-def check_at_least(lowest: int, **options: int) -> None:
-    """Refuse options that are not whole numbers from `lowest` on."""
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < lowest:
-            raise ValueError(f"{name} must be at least {lowest}, got {value}")
+def rms_norm(x: Tensor) -> Tensor:
+    """x over the root mean square of its last dimension."""
+    return x * (x.square().mean(dim=-1, keepdim=True) + RMS_EPSILON).rsqrt()
 
 
 def join_heads(x: Tensor) -> Tensor:
@@ -105,21 +105,28 @@ def window_attention(
     """
     tokens, num_extra = query.shape[2], extra.key.shape[2]
     block, before, after = (min(size, tokens) for size in (block, before, after))
-    start = torch.arange(0, tokens, block, device=query.device)[:, None]
-    i = start + torch.arange(block, device=query.device)  # (n, C)
-    j = start + torch.arange(-before, block + after, device=query.device)  # (n, L)
+    beside_all = extra.allowed.expand(visible.shape[0], tokens, -1)
 
-    missing = -tokens % block
+    def attend(part: slice) -> Tensor:  # whole blocks, a few at a time
+        start = torch.arange(part.start, part.stop, block, device=query.device)[:, None]
+        i = start + torch.arange(block, device=query.device)  # (n, C)
+        j = start + torch.arange(-before, block + after, device=query.device)  # (n, L)
+        missing = (part.start - part.stop) % block
+        first, end = max(part.start - before, 0), part.stop + missing + after
+        outside = (0, 0, before - (part.start - first), max(end - tokens, 0))
 
-    def around(x: Tensor) -> Tensor:  # (B, H, N, D) to (B, H, n, D, L)
-        return pad(x, (0, 0, before, missing + after)).unfold(2, j.shape[1], block)
+        def around(x: Tensor) -> Tensor:  # (B, H, N, D) to (B, H, n, D, L)
+            return pad(x[:, :, first : min(end, tokens)], outside).unfold(2, j.shape[1], block)
 
-    seen = around(visible[:, None, :, None])  # (B, 1, n, 1, L)
-    allowed = pad(extra.allowed.expand(visible.shape[0], tokens, -1)[:, None], (0, 0, 0, missing))
-    allowed = allowed.reshape(visible.shape[0], 1, len(start), block, num_extra)
-    allowed = torch.cat((allowed, seen & sees(i[:, :, None], j[:, None, :])), dim=-1)
-    q = query * query.shape[3] ** -0.5
-    scores = torch.cat((blocks(q @ extra.key.mT, block), blocks(q, block) @ around(key)), dim=-1)
-    weights = masked_softmax(scores, allowed)
-    beside, inside = weights[..., :num_extra], weights[..., num_extra:]
-    return join_blocks(beside @ extra.value[:, :, None] + inside @ around(value).mT, tokens)
+        seen = around(visible[:, None, :, None])  # (B, 1, n, 1, L)
+        allowed = pad(beside_all[:, None, part], (0, 0, 0, missing))
+        allowed = allowed.reshape(visible.shape[0], 1, len(start), block, num_extra)
+        allowed = torch.cat((allowed, seen & sees(i[:, :, None], j[:, None, :])), dim=-1)
+        q = query[:, :, part] * query.shape[3] ** -0.5
+        scores = torch.cat((blocks(q @ extra.key.mT, block), blocks(q, block) @ around(key)), dim=-1)
+        weights = masked_softmax(scores, allowed)
+        beside, inside = weights[..., :num_extra], weights[..., num_extra:]
+        return join_blocks(beside @ extra.value[:, :, None] + inside @ around(value).mT, q.shape[2])
+
+    parts = (attend(part) for part in chunks(tokens, max(block, CHUNK_TOKENS // block * block)))
+    return collect(parts, query, value.shape[3])
