@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_at_least
-from lln.kernels.plain import collect, causal_attention, empty_memory, merge, recall, remember
+from lln.kernels.plain import causal_attention, collect, empty_memory, merge, recall, remember
 from lln.masks import blank
 from lln.moments import accumulator, chunks
 from lln.zoo.registry import Mechanism, register

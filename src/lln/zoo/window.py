@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lln.kernels.plain import collect, absent
+from lln.kernels.plain import absent, collect
 from lln.masks import blank, front_order, take_tokens
 from lln.moments import CHUNK_TOKENS, accumulator, chunks
 
