@@ -240,12 +240,12 @@ def cut(x: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
 
 
 def not_finite(x: Tensor, *dims: int) -> Tensor:
-    """NaN where an entry along `dims` is not finite, else 0, in one pass and without overflow.
+    """NaN where an entry along `dims` is not finite, else 0, without overflow.
 
     An exponential would hide -inf, and a bound on the entries any infinity: this is added to what must show them.
     """
-    largest: Tensor = torch.linalg.vector_norm(x.detach(), ord=torch.inf, dim=dims, keepdim=True)
-    return largest * 0
+    x = x.detach()
+    return x.amin(dim=dims, keepdim=True) * 0 + x.amax(dim=dims, keepdim=True) * 0
 
 
 def _feature_moments(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
