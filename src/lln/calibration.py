@@ -28,8 +28,8 @@ SPREADS = [2.0 ** (exponent / 4) for exponent in range(-20, 41)]  # 1/32 to 1024
 SCORE_VARIANCES = [0.01 * 2.0 ** (exponent / 2) for exponent in range(25)]  # 0.01 to 41
 DECIMALS = 5
 
-# The published a and b come out for D = 64, to one per cent, when the line is fitted over these spreads: inputs with a
-# standard deviation from about 0.35 to 3.1. `lln calibrate` shows how they move when the range does.
+# The published a and b come out for D = 64, a to 1 % and b to 5 %, when the line is fitted over these spreads: inputs
+# with a standard deviation from about 0.35 to 3.1. `lln calibrate` shows how they move when the range does.
 LINEAR_RANGE = (0.25, 19.0)
 FIT_ENDS = (9.0, 12.0, 16.0, 19.0, 22.0, 26.0, 32.0)
 
