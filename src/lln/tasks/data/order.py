@@ -1,0 +1,54 @@
+"""Chance that depends only on (seed, epoch, index), and epochs laid end to end.
+
+The state of a global generator at some step depends on all that ran before. Here a draw depends on what it is for, so
+a resumed run, or one spread over several processes, sees exactly the same examples in the same order.
+"""
+
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+
+def draws(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """The generator of one example in one epoch: a counter-based one, as that is the quickest to make."""
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, index, 0], dtype=np.uint64)))
+
+
+class Examples(Protocol):
+    def __len__(self) -> int: ...
+
+    def example(self, index: int, epoch: int) -> Any:
+        """Example `index` as it looks in `epoch`: masked, augmented, or always the same."""
+
+
+class Unrolled(torch.utils.data.Dataset[Any]):
+    """`epochs` passes over the examples as one data set, each pass in an order of its own.
+
+    Position p is example order(p // size)[p % size] in epoch p // size. Read it with a sequential sampler: order and
+    chance are then functions of the position alone, and skipping the first k positions is all that resuming takes.
+    """
+
+    def __init__(self, examples: Examples, *, epochs: int, seed: int) -> None:
+        if epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {epochs}")
+        self.examples = examples
+        self.epochs = epochs
+        self.seed = seed
+        # One order at a time is in use, two while an epoch ends.
+        self._order = lru_cache(maxsize=2)(self._shuffle)
+
+    def __len__(self) -> int:
+        return len(self.examples) * self.epochs
+
+    def __getitem__(self, position: int) -> Any:
+        if not 0 <= position < len(self):
+            raise IndexError(f"position {position} of {len(self)}")
+        epoch, place = divmod(position, len(self.examples))
+        return self.examples.example(int(self._order(epoch)[place]), epoch)
+
+    def _shuffle(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        size = len(self.examples)
+        return draws(self.seed, epoch, size).permutation(size)  # `size` is no example's index
