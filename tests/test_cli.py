@@ -10,7 +10,6 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-import lln.bench.attention
 import lln.calibration
 import lln.report.demo
 from lln import cli
@@ -105,16 +104,6 @@ def test_calibrate_says_whether_the_table_is_the_shipped_one(monkeypatch, tmp_pa
     assert "not the shipped one" in " ".join(run("calibrate").output.split())
 
 
-def test_bench_writes_numbers_with_their_origin(monkeypatch, tmp_path):
-    out = tmp_path / "deep/attention.json"
-    done = run("bench", "attention", "--lengths", "512", "--heads", "1", "--seconds", "0.01", "--out", str(out))
-    assert done.exit_code == 0, done.output
-    record = json.loads(out.read_text())
-    assert len(record["rows"]) == 3
-    assert record["rows"][0]["ratio"] == 1.0
-    assert "--lengths 512" in record["command"]
-
-
 def test_zoo():
     assert "transnormer_t1" in run("zoo").output
     assert "Toeplitz" in run("zoo", "tnn").output
@@ -126,6 +115,7 @@ def test_zoo():
         (["zoo", "nothing"], "no mechanism is called 'nothing'"),
         (["bench", "attention", "--lengths", "1,x"], "positive numbers separated by commas"),
         (["bench", "attention", "--lengths", "0"], "positive numbers separated by commas"),
+        (["bench", "attention", "--dtype", "int8"], "dtype must be one of float32, bfloat16"),
         (["figure", "99"], "there is no figure 99"),
         (["figure", "2", "--tokens", "1"], "tokens must be an int from 16"),
     ],

@@ -20,14 +20,15 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f'The lln command needs {error.name}: pip install "lln-attention[cli]"') from error
 
+from lln import bench_cli
+
 app = typer.Typer(
     help="Linear Log-Normal attention: see it work, measure it, look into it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Speed and memory on this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+app.add_typer(bench_cli.app, name="bench")
 console = Console()
 
 # Columns that are set to the right.
@@ -188,41 +189,6 @@ def inspect(
     from lln.instruments.inspect import inspect as look
 
     look(model, text, out=out, tokens=tokens)
-
-
-@bench.command("attention")
-def bench_attention(
-    lengths: Annotated[
-        str, typer.Option(help="Numbers of tokens, separated by commas.")
-    ] = "256,512,1024,2048,4096,8192",
-    heads: int = 12,
-    head_dim: int = 64,
-    seconds: Annotated[float, typer.Option(help="Measure each length at least this long.")] = 2.0,
-    seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the numbers here as JSON.")] = None,
-) -> None:
-    """Forward time and peak memory of LLN and LLN+Diag against torch's softmax attention."""
-    import json
-
-    from lln.bench.attention import MECHANISMS, compare_attention
-    from lln.provenance import provenance
-
-    try:
-        numbers = [int(number) for number in lengths.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise typer.BadParameter(f"--lengths takes positive numbers separated by commas, got {lengths!r}")
-    _check_file(out)
-    rows = []
-    with _progress("attention", len(numbers) * len(MECHANISMS)) as advance:
-        for row in compare_attention(numbers, heads=heads, head_dim=head_dim, seconds=seconds, seed=seed):
-            rows.append(row)
-            advance()
-    _print_costs(rows, {name: name for name in MECHANISMS})
-    if out is not None:
-        command = f"lln bench attention --lengths {lengths} --heads {heads} --head-dim {head_dim} --seconds {seconds:g}"
-        out.write_text(json.dumps(provenance(seed=seed, command=command) | {"rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -123,7 +123,11 @@ class LLNState:
         alpha = broadcast_scale("alpha", self.alpha, matched[0], query, heads=query.shape[1])
         beta = broadcast_scale("beta", self.beta, matched[1], key, heads=query.shape[1])
         memory = plain.Memory(self.mass, self.values)
-        far, memory = plain.causal_attention(query, key, value, alpha, beta, keep, memory)
+        if query.shape[2] == 1:  # a third of the time of a causal chunk
+            memory = plain.merge(memory, plain.remember(key, value, beta, keep, heads=query.shape[1]))
+            far = plain.recall(query, alpha, memory)
+        else:
+            far, memory = plain.causal_attention(query, key, value, alpha, beta, keep, memory)
         state = replace(
             self,
             mass=memory.mass,
@@ -134,8 +138,15 @@ class LLNState:
         )
         if self.recent_key is None or self.recent_value is None:
             return far, None, state
-        near = self._attend_recent(query, key, value, kept_tokens(keep, query))
-        recent = _newest(self.recent_key, self.recent_value, self.count, key, value, kept_tokens(keep, query))
+        if query.shape[2] == 1 and keep is None:
+            recent = tuple(
+                torch.cat((old[:, :, 1:], new), dim=2)
+                for old, new in ((self.recent_key, key), (self.recent_value, value))
+            )
+            near = self._attend_block(query, *recent)
+        else:
+            near = self._attend_recent(query, key, value, kept_tokens(keep, query))
+            recent = _newest(self.recent_key, self.recent_value, self.count, key, value, kept_tokens(keep, query))
         return far, near, replace(state, recent_key=recent[0], recent_value=recent[1])
 
     def reorder(self, index: Tensor) -> "LLNState":
@@ -219,6 +230,18 @@ class LLNState:
             is_causal=True,
         )
         return near[:, :, size:]
+
+    def _attend_block(self, query: Tensor, recent_key: Tensor, recent_value: Tensor) -> Tensor:
+        """Softmax attention of one token to its block, which ends with it: the newest of the recent tokens."""
+        size, dtype = recent_key.shape[2], accumulator(query.dtype)
+        groups = query.shape[1] // recent_key.shape[1]
+        k, v = (
+            x.to(dtype).repeat_interleave(groups, dim=1) if groups > 1 else x.to(dtype)
+            for x in (recent_key, recent_value)
+        )
+        scores = (query.to(dtype) * query.shape[3] ** -0.5) @ k.mT
+        outside = ~_filled(self.count % size + 1, size)[:, None, None, :]
+        return torch.softmax(scores.masked_fill(outside, plain.absent(dtype)), dim=-1) @ v
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         check_inputs(query, key, value, same_length="LLNState")

@@ -1,44 +1,124 @@
-"""`lln bench attention`: forward time and peak memory of mechanisms side by side, over sequence lengths."""
+"""`lln bench attention`: time and peak memory of attention side by side, over sequence lengths."""
 
+import math
+import os
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from lln.bench.measure import peak_memory, time_in_turns
-from lln.zoo import build
+from lln import kernels
+from lln.bench import candidates
+from lln.bench.candidates import MECHANISMS, CannotRunError, Setting
+from lln.bench.fresh import in_fresh_process
+from lln.bench.measure import free_bytes, predict, time_in_turns
+from lln.bench.peak import SMALL, Call, peak_of_call
 
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-MECHANISMS = ("softmax", "lln", "lln_diag")
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PASSES = ("forward", "forward+backward")
+FREE_SHARE = 0.8  # of the free memory that matrices may take
+
+Row = dict[str, Any]
 
 
 def compare_attention(
     lengths: Sequence[int] = LENGTHS,
     mechanisms: Sequence[str] = MECHANISMS,
     *,
-    heads: int = 4,
+    heads: int = 12,
     head_dim: int = 64,
+    dtype: str = "float32",
+    causal: bool = False,
+    passes: Sequence[str] = PASSES[:1],
     seconds: float = 1.0,
+    limit: float = math.inf,
     seed: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """A row for each length and mechanism; `ratio` is the first mechanism's time over its own, in the same rounds."""
-    torch.manual_seed(seed)
-    for tokens in lengths:
-        tensors = [torch.randn(1, heads, tokens, head_dim) for _ in range(3)]
-        modules = {name: build(name, num_heads=heads, head_dim=head_dim, max_len=tokens).eval() for name in mechanisms}
-        with torch.no_grad():
-            timings = time_in_turns(
-                {name: partial(module, *tensors) for name, module in modules.items()},
-                seconds=seconds,
-            )
-        for name, timing in timings.items():
-            yield {
-                "tokens": tokens,
-                "mechanism": name,
-                "milliseconds": timing.median * 1e3,
-                "quartiles": [timing.low * 1e3, timing.high * 1e3],
-                "repeats": timing.repeats,
-                "ratio": timings[mechanisms[0]].median / timing.median,
-                "peak_bytes": peak_memory(name, tokens=tokens, heads=heads, head_dim=head_dim),
-            }
+    done: Sequence[Row] = (),
+) -> Iterator[Row]:
+    """A row for each pass, length and mechanism; all mechanisms of a length are timed in the same rounds.
+
+    `ratio` is the first mechanism's time over a row's own. A mechanism that cannot run, would not fit into memory or
+    would take more than `limit` seconds for a call gives a row with the reason as `skipped` and, as far as its growth
+    tells, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are left out.
+    """
+    setting = Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal)
+    for name in mechanisms:
+        candidates.check_name(name)
+    known = list(done)
+    for pass_ in passes:
+        for tokens in sorted(lengths):
+            here = {row["mechanism"] for row in known if (row["pass"], row["tokens"]) == (pass_, tokens)}
+            if here >= set(mechanisms):
+                continue
+            torch.manual_seed(seed)
+            for row in _compare_at(tokens, pass_, mechanisms, setting, seconds=seconds, limit=limit, known=known):
+                known.append(row)
+                yield row
+
+
+def kernel_in_use(setting: Setting) -> dict[str, str | None]:
+    """What computes LLN attention here: the environment's switch, and the dispatch's own words where there are any."""
+    explain = getattr(kernels, "explain", None)
+    words = None if explain is None else str(explain(*candidates.random_inputs(setting, SMALL)))
+    return {"LLN_KERNEL": os.environ.get("LLN_KERNEL"), "explained": words}
+
+
+def _compare_at(
+    tokens: int,
+    pass_: str,
+    mechanisms: Sequence[str],
+    setting: Setting,
+    *,
+    seconds: float,
+    limit: float,
+    known: Sequence[Row],
+) -> Iterator[Row]:
+    backward = pass_ == PASSES[1]
+    inputs = candidates.random_inputs(setting, tokens)
+    calls: dict[str, Call] = {}
+    skipped: dict[str, Row] = {}
+    for name in mechanisms:
+        before = [row for row in known if (row["pass"], row["mechanism"]) == (pass_, name) and row["tokens"] < tokens]
+        reason = _reason_to_skip(name, setting, tokens, before, backward=backward, limit=limit)
+        if reason is not None:
+            skipped[name] = reason
+            continue
+        try:
+            candidates.OwnInputs(name, setting, backward)(SMALL).run()
+            calls[name] = candidates.make_call(name, setting, inputs, backward=backward)
+        except (CannotRunError, RuntimeError, ValueError) as error:
+            skipped[name] = {"skipped": f"cannot run: {error}"}
+    timings = time_in_turns({name: call.run for name, call in calls.items()}, seconds=seconds) if calls else {}
+    first = timings.get(mechanisms[0])
+    for name in mechanisms:
+        row: Row = {"pass": pass_, "tokens": tokens, "mechanism": name}
+        if name in skipped:
+            yield row | skipped[name]
+            continue
+        timing = timings[name]
+        peak = in_fresh_process(peak_of_call, candidates.OwnInputs(name, setting, backward), tokens)
+        yield row | {
+            "milliseconds": timing.median * 1e3,
+            "quartiles": [timing.low * 1e3, timing.high * 1e3],
+            "repeats": timing.repeats,
+            "ratio": None if first is None else first.median / timing.median,
+            "peak_bytes": peak.peak_bytes,
+            "extra_bytes": peak.extra_bytes,
+        }
+
+
+def _reason_to_skip(
+    name: str, setting: Setting, tokens: int, before: Sequence[Row], *, backward: bool, limit: float
+) -> Row | None:
+    """Why a mechanism is not measured, from what is known of shorter lengths."""
+    measured = [row for row in before if "milliseconds" in row]
+    lengths, times = [row["tokens"] for row in measured], [row["milliseconds"] for row in measured]
+    guess = predict(lengths, times, tokens, quadratic=candidates.quadratic(name)) if math.isfinite(limit) else None
+    predicted = {} if guess is None else {"predicted_milliseconds": guess}
+    needed, free = candidates.matrix_bytes(name, setting, tokens, backward=backward), free_bytes()
+    if needed > FREE_SHARE * free:
+        reason = f"its matrices would take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        return {"skipped": reason} | predicted
+    if guess is not None and guess > limit * 1e3:
+        return {"skipped": f"a call would take about {guess / 1e3:.0f} s, over the limit of {limit:g} s"} | predicted
+    return None

@@ -1,18 +1,29 @@
 """Time and peak memory, measured so that a shared and noisy machine does little harm.
 
 Times: all candidates in one process, in turns, so that what slows one slows the others; medians, quartiles and ratios
-of medians. Memory: a fresh process for each measurement, its peak over what it held just before.
+of medians. Memory: a fresh process for each measurement, its peak over what it held just before. `noise` says whether
+other programs keep the processors busy; `predict` says what a measurement that is left out would have given.
 """
 
-import json
+import os
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A turn lasts about so much of the whole time, and at most so many calls: a quick candidate needs more calls than a
+# slow one for a steady median.
+TURN_SHARE, TURN_CALLS = 1 / 40, 20
+SLOW_CALL = 1.0  # seconds; slower calls need no call to warm up
+BUSY = 0.25  # processors kept busy by others, from which on times are doubtful
 
 
 @dataclass(frozen=True)
@@ -28,32 +39,40 @@ class Timing:
 def time_in_turns(
     candidates: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, at_least: int = 3, at_most: int = 200
 ) -> dict[str, Timing]:
-    """The time of each candidate over rounds in which each runs once, after a round that is not counted.
+    """The time of each candidate over rounds in which each has its turn, after a call that is not counted.
 
-    Rounds go on until they have taken `seconds` together, but at least and at most so often.
+    Rounds go on until they have taken `seconds` together, but at least and at most so often; a candidate that takes
+    longer than that by itself runs twice.
     """
-    for run in candidates.values():
-        run()
     taken: dict[str, list[float]] = {name: [] for name in candidates}
+    calls: dict[str, int] = {}
+    for name, run in candidates.items():
+        first = _seconds(run)
+        if first > SLOW_CALL:
+            taken[name].append(first)
+        calls[name] = max(1, min(TURN_CALLS, int(seconds * TURN_SHARE / first)))
     started = time.perf_counter()
     for round_ in range(at_most):
         if round_ >= at_least and time.perf_counter() - started > seconds:
             break
         for name, run in candidates.items():
-            before = time.perf_counter()
-            run()
-            taken[name].append(time.perf_counter() - before)
-    return {name: _timing(times) for name, times in taken.items()}
+            if not (len(taken[name]) >= 2 and taken[name][0] > max(SLOW_CALL, seconds)):
+                taken[name] += [_seconds(run) for _ in range(calls[name])]
+    return {name: timing(times) for name, times in taken.items()}
+
+
+def timing(times: Sequence[float]) -> Timing:
+    low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
+    return Timing(median(times), low, high, len(times))
 
 
 def peak_memory(mechanism: str, *, tokens: int, heads: int, head_dim: int, backward: bool = False) -> int:
     """Peak bytes of one call of a mechanism of the zoo, beyond the process, its inputs and the loaded libraries."""
-    job = {"mechanism": mechanism, "tokens": tokens, "heads": heads, "head_dim": head_dim, "backward": backward}
-    command = [sys.executable, "-m", "lln.bench.peak", json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"measuring the memory of {job} failed:\n{done.stderr.strip()}")
-    return int(done.stdout)
+    from lln.bench.fresh import in_fresh_process
+    from lln.bench.peak import peak_of_call, zoo_call
+
+    make = partial(zoo_call, mechanism, heads=heads, head_dim=head_dim, backward=backward)
+    return in_fresh_process(peak_of_call, make, tokens).peak_bytes
 
 
 def reset_peak() -> None:
@@ -73,6 +92,56 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _timing(times: list[float]) -> Timing:
-    low, _, high = quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-    return Timing(median(times), low, high, len(times))
+def free_bytes() -> int:
+    """Memory that can be had without swapping; all there is where the system does not tell."""
+    info = Path("/proc/meminfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def noise(seconds: float = 0.5) -> dict[str, Any]:
+    """The load average, and how many processors others keep busy while this process sleeps for a moment."""
+    load = os.getloadavg()[0]
+    before = _busy_seconds()
+    time.sleep(seconds)
+    after = _busy_seconds()
+    busy = load if before is None or after is None else (after - before) / seconds
+    return {"load_average": round(load, 2), "busy_processors": round(busy, 2), "quiet": busy <= BUSY}
+
+
+def predict(lengths: Sequence[int], values: Sequence[float], length: int, *, quadratic: bool) -> float | None:
+    """What the value would be at `length`: a + b N, or a + b N + c N², fitted with a, b, c >= 0 to relative errors.
+
+    None with fewer than two values, which say nothing about growth.
+    """
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+    if len(values) < 2:
+        return None
+    powers = [1, 2] if quadratic and len(values) == 2 else [0, 1, 2] if quadratic else [0, 1]
+    largest = float(max(lengths))  # powers of numbers around 1 keep the fit well conditioned
+    rows = [[(n / largest) ** power / value for power in powers] for n, value in zip(lengths, values, strict=True)]
+    coefficients, _ = nnls(torch.tensor(rows, dtype=torch.float64).numpy(), torch.ones(len(rows)).double().numpy())
+    return float(sum(c * (length / largest) ** power for c, power in zip(coefficients, powers, strict=True)))
+
+
+def total_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    before = time.perf_counter()
+    run()
+    return time.perf_counter() - before
+
+
+def _busy_seconds() -> float | None:
+    """Processor time of all programs since the system started."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _, _, *rest = (int(number) for number in stat.read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")

@@ -4,7 +4,6 @@ Each part hands out its rows as they are measured, and what was measured is writ
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lln.bench.attention import compare_attention
+from lln.bench.record import write_whole
 from lln.functional import attention_matrix
 from lln.instruments import entropy, lognormality, spectral_gap
 from lln.provenance import provenance
@@ -138,10 +138,3 @@ def run_part(part: str, out: Path, *, seed: int, on_row: Callable[[Row], None] =
             write_whole(out / f"{part}.json", json.dumps(record, indent=1) + "\n")
             draw(rows, out / f"{part}.png")
     return rows
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is never seen half-written."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

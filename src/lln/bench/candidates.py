@@ -1,0 +1,224 @@
+"""What `lln bench attention` compares, each made for a setting and a number of tokens.
+
+`performer` and `nystrom` are the code of performer-pytorch and nystrom-attention where these are installed and run, or
+else the zoo's; `origin` says which. Every name that is not in `LOOKS` is looked up in the zoo.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from lln.bench.paper import paper_attention
+from lln.bench.peak import Call, attention_call, random_heads
+from lln.functional import lln_attention, lln_diag_attention
+from lln.report.plot import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, Look
+from lln.zoo import build, describe, names
+from lln.zoo.nystrom import LANDMARKS
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of a record have in common."""
+
+    heads: int = 12
+    head_dim: int = 64
+    dtype: str = "float32"
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.heads < 1 or self.head_dim < 1:
+            raise ValueError(f"heads and head_dim must be at least 1, got {self.heads} and {self.head_dim}")
+
+
+class CannotRunError(Exception):
+    """A candidate that has no form for this setting; the text says why."""
+
+
+LOOKS = {
+    "softmax": Look("softmax (SDPA)", BLACK, "-", "o"),
+    "softmax_explicit": Look("softmax, explicit matrix", GREY, ":", "o"),
+    "paper": Look("the paper's formula, plain torch", ORANGE, "-.", "v"),
+    "elu": Look("elu", VERMILLION, ":", "D"),
+    "performer": Look("Performer", PURPLE, ":", "P"),
+    "nystrom": Look("Nyströmformer", GREEN, ":", "X"),
+    "lln_torch": Look("LLN, plain torch", SKY, "--", "s"),
+    "lln": Look("LLN", BLUE, "-", "s"),
+    "lln_diag": Look("LLN+Diag", PURPLE, "-", "^"),
+    "floor": Look("the matrix products alone", GREEN, "--", "_"),
+}
+MECHANISMS = tuple(LOOKS)
+# Explicit N x N matrices that are there at the same time: scores and weights, and with gradients those of both.
+MATRICES = {False: 2, True: 4}
+
+
+def label(name: str) -> str:
+    return LOOKS[name].label if name in LOOKS else name
+
+
+def origin(name: str, setting: Setting) -> str:
+    """Whose code runs under a name."""
+    package = _package(name, setting)
+    if package is not None:
+        return f"{package} {version(package)}"
+    if name in ("softmax", "softmax_explicit", "floor"):
+        return f"torch {torch.__version__}"
+    return "lln.zoo" if name in names() and name not in ("lln", "lln_diag") else "lln"
+
+
+def quadratic(name: str) -> bool:
+    """Whether time grows with the square of the number of tokens."""
+    return name == "softmax_explicit" or (name in names() and not describe(name).linear)
+
+
+def check_name(name: str) -> None:
+    if name not in LOOKS and name not in names():
+        known = dict.fromkeys((*LOOKS, *names()))
+        raise ValueError(f"no candidate is called {name!r}; there are: {', '.join(known)}")
+
+
+def matrix_bytes(name: str, setting: Setting, tokens: int, *, backward: bool) -> int:
+    """What the N x N matrices of a candidate take."""
+    if name != "softmax_explicit":
+        return 0
+    itemsize: int = DTYPES[setting.dtype].itemsize
+    return MATRICES[backward] * setting.heads * tokens**2 * itemsize
+
+
+def random_inputs(setting: Setting, tokens: int) -> tuple[Tensor, ...]:
+    return random_heads(tokens, heads=setting.heads, head_dim=setting.head_dim, dtype=DTYPES[setting.dtype])
+
+
+def make_call(name: str, setting: Setting, inputs: tuple[Tensor, ...], *, backward: bool) -> Call:
+    """A candidate on query, key and value; `CannotRunError` if it has no form for this setting."""
+    like = inputs[2] if backward else None
+    if _package(name, setting) == "nystrom-attention":
+        packed = torch.stack([x.transpose(1, 2) for x in inputs], dim=2).flatten(2)
+        return attention_call(_nystrom_package(setting), (packed,), like=like)
+    own = tuple(x.detach() for x in inputs)  # others may run on the same without gradients
+    return attention_call(_attention(name, setting, inputs[0].shape[2]), own, like=like)
+
+
+@dataclass(frozen=True)
+class OwnInputs:
+    """A candidate that draws its inputs, for a process of its own: call it with the number of tokens."""
+
+    name: str
+    setting: Setting
+    backward: bool
+
+    def __call__(self, tokens: int) -> Call:
+        return make_call(self.name, self.setting, random_inputs(self.setting, tokens), backward=self.backward)
+
+
+def _attention(name: str, setting: Setting, tokens: int) -> Callable[..., Tensor]:
+    causal = setting.causal
+    if name == "softmax":
+        return partial(scaled_dot_product_attention, is_causal=causal)
+    if name == "softmax_explicit":
+        return partial(_explicit_softmax, is_causal=causal)
+    if name == "lln":
+        return partial(lln_attention, is_causal=causal)
+    if name == "lln_diag":
+        return partial(lln_diag_attention, is_causal=causal)
+    if name == "lln_torch":
+        return partial(_plain_lln, is_causal=causal)
+    if name == "floor":
+        return _products
+    if name == "paper":
+        if causal:
+            raise CannotRunError("its causal form needs a compiled product that plain torch does not have")
+        return paper_attention
+    if _package(name, setting) == "performer-pytorch":
+        return _performer_package(setting)
+    module = build(name, num_heads=setting.heads, head_dim=setting.head_dim, max_len=tokens).eval()
+    if causal and not describe(name).causal:
+        raise CannotRunError("it has no causal form")
+    return partial(module.to(DTYPES[setting.dtype]), is_causal=causal)
+
+
+def _explicit_softmax(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    scores = (query * query.shape[-1] ** -0.5) @ key.mT
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return torch.softmax(scores, dim=-1) @ value
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The two products of linear attention; backward has the four that any backward of it needs."""
+    return query @ (key.mT @ value)
+
+
+def _plain_lln(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    with plain_torch():
+        return lln_attention(query, key, value, is_causal=is_causal)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """No compiled kernel inside."""
+    before = os.environ.get("LLN_KERNEL")
+    os.environ["LLN_KERNEL"] = "torch"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LLN_KERNEL"]
+        else:
+            os.environ["LLN_KERNEL"] = before
+
+
+def _performer_package(setting: Setting) -> Callable[..., Tensor]:
+    """performer-pytorch's attention with the number of features that both it and the zoo have by default."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it asks distutils for torch's version
+        from performer_pytorch.performer_pytorch import (  # type: ignore[import-untyped]
+            FastAttention,
+            causal_linear_attention_noncuda,
+        )
+    attention = FastAttention(setting.head_dim).to(DTYPES[setting.dtype])
+    if setting.causal:  # set here, because asking for it prints that a CUDA extension is missing
+        attention.causal, attention.causal_linear_fn = True, causal_linear_attention_noncuda
+    run: Callable[..., Tensor] = attention
+    return run
+
+
+def _nystrom_package(setting: Setting) -> Callable[..., Tensor]:
+    """nystrom-attention's token mixing, without projections and convolution, with as many landmarks as the zoo."""
+    if setting.causal:
+        raise CannotRunError("it has no causal form")
+    from nystrom_attention import NystromAttention  # type: ignore[import-untyped]
+
+    sizes = {"dim": 1, "dim_head": setting.head_dim, "heads": setting.heads}
+    attention = NystromAttention(**sizes, num_landmarks=LANDMARKS, residual=False).to(DTYPES[setting.dtype])
+    attention.to_qkv, attention.to_out = nn.Identity(), nn.Identity()
+
+    def attend(packed: Tensor) -> Tensor:
+        output: Tensor = attention(packed)
+        return output.view(*output.shape[:2], setting.heads, setting.head_dim).transpose(1, 2)
+
+    return attend
+
+
+def _package(name: str, setting: Setting) -> str | None:
+    """The package whose code is taken for a name, if any."""
+    package = {"performer": "performer-pytorch", "nystrom": "nystrom-attention"}.get(name)
+    if package is None or (name == "nystrom" and setting.dtype not in ("float32", "float64")):
+        return None  # nystrom-attention has a float32 identity matrix inside
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return None
+    return package

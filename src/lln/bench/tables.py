@@ -1,0 +1,122 @@
+"""Records as tables: mechanisms down, lengths across. The terminal and the documentation show the same ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lln.bench import candidates, decode
+from lln.bench.attention import PASSES
+
+Row = dict[str, Any]
+
+# What times are put in relation to, and whether a ratio is that of speeds (or else of times).
+REFERENCES = {"softmax": True, "paper": True, "floor": False}
+MEMORY_OF_PASS = {
+    PASSES[0]: ("peak_bytes", "peak memory beyond the inputs (MiB)"),
+    PASSES[1]: ("extra_bytes", "peak memory beyond inputs, output and gradients (MiB)"),
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    notes: tuple[str, ...] = ()
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---", *["---:"] * (len(self.header) - 1)], *self.rows]
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        notes = "".join(f"- {note}\n" for note in self.notes)
+        return f"**{self.title}**\n\n{table}" + (f"\n{notes}" if notes else "")
+
+
+def attention_grids(record: Mapping[str, Any]) -> list[Grid]:
+    """For each pass: times, their ratios to softmax, to the paper's formula and to the matrix products, and memory."""
+    rows: Sequence[Row] = record["rows"]
+    origins: dict[str, str] = record["setting"].get("origins", {})
+    grids = []
+    for pass_ in dict.fromkeys(row["pass"] for row in rows):
+        chosen = [row for row in rows if row["pass"] == pass_]
+        reasons = _reasons(chosen, candidates.label)
+        named = [f"{candidates.label(name)}: {where}" for name, where in origins.items() if not where.startswith("lln")]
+        title = f"{pass_}: median time (ms) ± half the distance of the quartiles; ~ predicted"
+        grids.append(pivot(title, chosen, candidates.label, _time, notes=(*reasons, *named)))
+        for reference, speeds in REFERENCES.items():
+            times = {row["tokens"]: row["milliseconds"] for row in chosen if _is_measured(row, reference)}
+            if times:
+                what = "times as fast as" if speeds else "time as a multiple of"
+                title = f"{pass_}: {what} {candidates.label(reference)}"
+                grids.append(pivot(title, chosen, candidates.label, _ratio_to(times, speeds=speeds)))
+        quantity, words = MEMORY_OF_PASS[pass_]
+        grids.append(pivot(f"{pass_}: {words}", chosen, candidates.label, _mebibytes(quantity)))
+    return grids
+
+
+def decode_grids(record: Mapping[str, Any]) -> list[Grid]:
+    rows: Sequence[Row] = record["rows"]
+
+    def name(mechanism: str) -> str:
+        return decode.LOOKS[mechanism].label
+
+    return [
+        pivot("time of one more token (ms) ± half the distance of the quartiles, over the context", rows, name, _time),
+        pivot("memory held between tokens (MiB)", rows, name, _mebibytes("held_bytes")),
+        pivot("peak memory of a step beyond that (MiB)", rows, name, _mebibytes("step_bytes")),
+    ]
+
+
+def pivot(
+    title: str,
+    rows: Sequence[Row],
+    label: Callable[[str], str],
+    cell: Callable[[Row], str],
+    *,
+    notes: tuple[str, ...] = (),
+) -> Grid:
+    lengths = sorted({row["tokens"] for row in rows})
+    cells = {(row["mechanism"], row["tokens"]): cell(row) for row in rows}
+    names = dict.fromkeys(row["mechanism"] for row in rows)
+    body = [[label(name), *(cells.get((name, tokens), "") for tokens in lengths)] for name in names]
+    return Grid(title, ["tokens", *(f"{tokens:,}" for tokens in lengths)], body, notes)
+
+
+def short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _time(row: Row) -> str:
+    if "milliseconds" in row:
+        low, high = row["quartiles"]
+        return f"{short(row['milliseconds'])} ±{(high - low) / 2 / row['milliseconds']:.0%}"
+    return f"~{short(row['predicted_milliseconds'])}" if "predicted_milliseconds" in row else "-"
+
+
+def _ratio_to(times: Mapping[int, float], *, speeds: bool) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        if "milliseconds" not in row or row["tokens"] not in times:
+            return "-"
+        ratio = row["milliseconds"] / times[row["tokens"]]
+        return short(1 / ratio if speeds else ratio)
+
+    return cell
+
+
+def _mebibytes(quantity: str) -> Callable[[Row], str]:
+    return lambda row: short(row[quantity] / 2**20) if row.get(quantity) is not None else "-"
+
+
+def _is_measured(row: Row, mechanism: str) -> bool:
+    return row["mechanism"] == mechanism and "milliseconds" in row
+
+
+def _reasons(rows: Sequence[Row], label: Callable[[str], str]) -> list[str]:
+    """What was left out and why, the same reason once."""
+    lengths: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        if "skipped" in row:
+            lengths.setdefault((row["mechanism"], row["skipped"]), []).append(row["tokens"])
+    return [
+        f"{label(name)} left out at {', '.join(f'{n:,}' for n in found)} tokens: {reason}"
+        for (name, reason), found in lengths.items()
+    ]

@@ -1,0 +1,262 @@
+"""`lln bench`: time and memory on this machine. Every command measures, prints tables, and writes a record if asked."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from lln.bench.goals import Goal
+    from lln.bench.record import Record
+    from lln.bench.tables import Grid
+
+app = typer.Typer(help="Speed and memory on this machine.", no_args_is_help=True)
+console = Console()
+
+Row = dict[str, Any]
+
+Lengths = Annotated[str | None, typer.Option(help="Numbers of tokens, separated by commas; by default all of them.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Record the numbers here as JSON, with pictures beside it; a run that was stopped continues."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what --out already has.")]
+Goals = Annotated[bool, typer.Option("--goals", help="Say which of the library's goals are met.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")]
+
+
+@app.command("attention")
+def attention(
+    context: typer.Context,
+    lengths: Lengths = None,
+    mechanisms: Annotated[
+        str | None, typer.Option(help="What to compare, separated by commas; also names of `lln zoo`.")
+    ] = None,
+    heads: int = 12,
+    head_dim: int = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    causal: Annotated[bool, typer.Option("--causal", help="A token sees those before it alone.")] = False,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="No gradients.")] = False,
+    seconds: Annotated[float, typer.Option(help="Measure each length about this long.")] = 4.0,
+    limit: Annotated[float, typer.Option(help="Leave out, and predict, calls of more seconds than this.")] = 10.0,
+    seed: Seed = 0,
+    out: Out = None,
+    fresh: Fresh = False,
+    goals: Goals = False,
+) -> None:
+    """Attention from 128 to 16,384 tokens: LLN, LLN+Diag, softmax, others, and what no kernel can beat."""
+    from lln.bench import candidates
+    from lln.bench.attention import LENGTHS, PASSES, compare_attention, kernel_in_use
+    from lln.bench.goals import ATTENTION_GOALS, check
+    from lln.bench.pictures import draw_attention
+    from lln.bench.record import Record
+    from lln.bench.tables import attention_grids
+
+    setting = candidates.Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal)
+    numbers = _numbers("--lengths", lengths, LENGTHS)
+    names = candidates.MECHANISMS if mechanisms is None else tuple(mechanisms.split(","))
+    for name in names:
+        candidates.check_name(name)
+    passes = PASSES[:1] if forward_only else PASSES
+    origins = {name: candidates.origin(name, setting) for name in names}
+    described = asdict(setting) | {"origins": origins, "seconds": seconds, "limit": limit}
+    record = Record(
+        out, command=_command(context), setting=described, seed=seed, kernel=kernel_in_use(setting), fresh=fresh
+    )
+    if goals:
+        check((), record.content)  # refuses another setting before anything is measured
+    _drop_incomplete(record, names, ("pass", "tokens"))
+    rows = compare_attention(
+        numbers,
+        names,
+        heads=heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+        passes=passes,
+        seconds=seconds,
+        limit=limit,
+        seed=seed,
+        done=record.rows,
+    )
+    _measure(record, rows, total=len(numbers) * len(names) * len(passes), label="attention")
+    _show(attention_grids(record.content))
+    _finish(record, draw_attention)
+    if goals:
+        _show_goals(ATTENTION_GOALS, record)
+
+
+@app.command("model")
+def model(
+    context: typer.Context,
+    lengths: Lengths = None,
+    mechanisms: Annotated[
+        str | None, typer.Option(help="Some of eager, sdpa, nystrom, lln, lln_diag, separated by commas.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Repeat short steps, up to three times, for about this long.")] = 60.0,
+    limit: Annotated[float, typer.Option(help="Leave out, and predict, steps of more seconds than this.")] = 40.0,
+    seed: Seed = 0,
+    out: Out = None,
+    fresh: Fresh = False,
+) -> None:
+    """Table 2: one training step of RoBERTa-base, batch 1, from 512 to 16,384 tokens."""
+    from lln.bench.attention import kernel_in_use
+    from lln.bench.candidates import Setting
+    from lln.bench.model import LENGTHS, LOOKS, ROBERTA_BASE, compare_training
+    from lln.bench.record import Record
+    from lln.bench.table_2 import draw_table_2, table_2_grids
+
+    numbers = _numbers("--lengths", lengths, LENGTHS)
+    names = tuple(LOOKS) if mechanisms is None else tuple(mechanisms.split(","))
+    setting = asdict(ROBERTA_BASE) | {"seconds": seconds, "limit": limit}
+    record = Record(
+        out, command=_command(context), setting=setting, seed=seed, kernel=kernel_in_use(Setting()), fresh=fresh
+    )
+    _drop_incomplete(record, names, ("tokens",))
+    rows = compare_training(
+        numbers, names, setting=ROBERTA_BASE, seconds=seconds, limit=limit, seed=seed, done=record.rows
+    )
+    _measure(record, rows, total=len(numbers) * len(names), label="training steps")
+    _show(table_2_grids(record.content))
+    _finish(record, draw_table_2)
+
+
+@app.command("decode")
+def decode(
+    context: typer.Context,
+    lengths: Lengths = None,
+    heads: int = 12,
+    head_dim: int = 64,
+    seconds: Annotated[float, typer.Option(help="Time the steps about this long.")] = 60.0,
+    seed: Seed = 0,
+    out: Out = None,
+    fresh: Fresh = False,
+    goals: Goals = False,
+) -> None:
+    """What one more token costs after 1k to 128k tokens: LLN's state against a growing key-value cache."""
+    from lln.bench.attention import kernel_in_use
+    from lln.bench.candidates import Setting
+    from lln.bench.decode import CONTEXTS, compare_decoding, steps
+    from lln.bench.goals import DECODE_GOALS, check
+    from lln.bench.pictures import draw_decode
+    from lln.bench.record import Record
+    from lln.bench.tables import decode_grids
+
+    numbers = _numbers("--lengths", lengths, CONTEXTS)
+    setting = {"heads": heads, "head_dim": head_dim, "dtype": "float32", "seconds": seconds}
+    kernel = kernel_in_use(Setting(heads=heads, head_dim=head_dim))
+    record = Record(out, command=_command(context), setting=setting, seed=seed, kernel=kernel, fresh=fresh)
+    if goals:
+        check((), record.content)
+    if {row["tokens"] for row in record.rows} >= set(numbers):
+        console.print(f"{out} already has all of this; --fresh measures it anew.")
+    else:  # all contexts are timed in the same rounds, so nothing of an earlier run can be kept
+        record.drop(record.rows)
+        with _progress("decode", steps(numbers)) as advance:
+            options: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "seconds": seconds, "seed": seed}
+            _warn_of_noise(record)
+            for row in list(compare_decoding(numbers, **options, on_step=advance)):
+                record.add(row)
+    _show(decode_grids(record.content))
+    _finish(record, draw_decode)
+    if goals:
+        _show_goals(DECODE_GOALS, record)
+
+
+def _measure(record: "Record", rows: Iterable[Row], *, total: int, label: str) -> None:
+    """Put rows into the record as they come."""
+    if len(record.rows) >= total:
+        console.print(f"{record.path} already has all of this; --fresh measures it anew.")
+        return
+    _warn_of_noise(record)
+    with _progress(label, total) as advance:
+        for _ in record.rows:
+            advance()
+        for row in rows:
+            record.add(row)
+            advance()
+
+
+def _drop_incomplete(record: "Record", names: Sequence[str], cell: tuple[str, ...]) -> None:
+    """Keep only lengths of which all mechanisms were measured, because they are measured side by side."""
+    found: dict[tuple[Any, ...], set[str]] = {}
+    for row in record.rows:
+        found.setdefault(tuple(row[key] for key in cell), set()).add(row["mechanism"])
+    record.drop([row for row in record.rows if not found[tuple(row[key] for key in cell)] >= set(names)])
+
+
+def _warn_of_noise(record: "Record") -> None:
+    if not record.noise["quiet"]:
+        console.print(
+            f"[yellow]Others keep {record.noise['busy_processors']:g} processors busy (load average "
+            f"{record.noise['load_average']:g}): times will be too long, and ratios uncertain.[/]"
+        )
+
+
+def _show(grids: Iterable["Grid"]) -> None:
+    for grid in grids:
+        _print_table(grid.title, grid.header, grid.rows)
+        for note in grid.notes:
+            console.print(f"  {note}", highlight=False)
+
+
+def _show_goals(goals: Sequence["Goal"], record: "Record") -> None:
+    from lln.bench.goals import check, grid_of
+
+    header, *rows = grid_of(check(goals, record.content))
+    colors = {"met": "[green]met[/]", "missed": "[red]missed[/]"}
+    _print_table("Goals", header, [[text, value, colors.get(verdict, verdict)] for text, value, verdict in rows])
+
+
+def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(header):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _finish(record: "Record", draw: Callable[[dict[str, Any], Path], tuple[Path, ...]]) -> None:
+    if record.path is not None:
+        record.write()
+        paths = (record.path, *draw(record.content, record.path))
+        console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
+
+
+def _numbers(option: str, text: str | None, default: Sequence[int]) -> list[int]:
+    if text is None:
+        return list(default)
+    try:
+        numbers = sorted({int(number) for number in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{option} takes positive numbers separated by commas, got {text!r}")
+    return numbers
+
+
+def _command(context: typer.Context) -> str:
+    """What was asked for, as another would type it: all options that are not as by default, but where to write."""
+    words = ["lln", "bench", context.info_name or ""]
+    for option in context.command.params:
+        value = context.params[option.name or ""]
+        if option.name in ("out", "fresh", "goals") or value == option.default:
+            continue
+        words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    return " ".join(words)
+
+
+@contextmanager
+def _progress(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar; hands out the function that moves it one step."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,358 @@
+"""Measurements: what they count, what they leave out and why, and that they can be stopped and continued."""
+
+import itertools
+import json
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lln
+from lln import bench_cli
+from lln.bench import attention, candidates, decode, fresh, goals, measure, model, page, record, table_2, tables
+from lln.bench.candidates import Setting
+from lln.bench.fresh import in_fresh_process
+from lln.bench.paper import paper_attention
+from lln.bench.peak import peak_of_call
+
+SMALL = {"heads": 1, "head_dim": 8, "seconds": 0.01}
+
+
+def run(*arguments):
+    return CliRunner().invoke(bench_cli.app, list(arguments), catch_exceptions=False)
+
+
+def test_turns_alternate_and_quick_candidates_run_more_often(monkeypatch):
+    now, order = 0.0, []
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def candidate(name, seconds):
+        def call():
+            nonlocal now
+            now += seconds
+            order.append(name)
+
+        return call
+
+    calls = {
+        "quick": candidate("quick", 0.001),
+        "slow": candidate("slow", 0.25),
+        "very slow": candidate("very slow", 9),
+    }
+    timings = measure.time_in_turns(calls, seconds=0.4)
+    turns = [name for name, _ in itertools.groupby(order)]
+    assert turns == [*["quick", "slow", "very slow"] * 2, *["quick", "slow"] * 2]
+    assert {name: timing.repeats for name, timing in timings.items()} == {"quick": 30, "slow": 3, "very slow": 2}
+    assert timings["slow"] == measure.Timing(*[pytest.approx(0.25)] * 3, 3)
+
+
+@pytest.mark.parametrize("quadratic", [False, True], ids=["linear", "quadratic"])
+def test_predictions_follow_the_growth(quadratic):
+    lengths = [128, 256, 512, 1024]
+    curve = [3 + 0.5 * n + quadratic * 0.01 * n * n for n in (*lengths, 16384)]
+    assert measure.predict(lengths, curve[:-1], 16384, quadratic=quadratic) == pytest.approx(curve[-1])
+    assert measure.predict(lengths[:1], curve[:1], 16384, quadratic=quadratic) is None
+
+
+def test_two_measurements_of_something_quadratic_suffice():
+    assert measure.predict([64, 128], [64**2, 128**2], 1024, quadratic=True) == pytest.approx(1024**2)
+
+
+def test_fresh_processes_answer_fail_and_end(monkeypatch):
+    assert in_fresh_process(os.getpid) != in_fresh_process(os.getpid)
+    assert in_fresh_process(torch.get_num_threads) == torch.get_num_threads()
+    monkeypatch.setenv("LLN_KERNEL", "torch")
+    assert in_fresh_process(os.getenv, "LLN_KERNEL") == "torch"
+    monkeypatch.delenv("LLN_KERNEL")
+    assert in_fresh_process(os.getenv, "LLN_KERNEL") is None
+    assert in_fresh_process(print, "not an answer") is None
+    with pytest.raises(ValueError, match="math domain error"):
+        in_fresh_process(math.sqrt, -1.0)
+    with pytest.raises(MemoryError, match="ended without an answer"):
+        in_fresh_process(os._exit, 3)
+    fresh.stop_server()
+    assert in_fresh_process(abs, -2) == 2
+
+
+def test_memory_is_what_was_allocated():
+    setting = Setting(heads=4, head_dim=64)
+    matrix, output = 4 * 1024**2 * 4, 4 * 1024 * 64 * 4
+    for name, matrices in (("softmax_explicit", 2), ("floor", 0)):
+        call = candidates.OwnInputs(name, setting, False)
+        peak = in_fresh_process(peak_of_call, call, 1024)
+        assert peak.peak_bytes == pytest.approx(matrices * matrix + output, abs=2 * output)
+        assert peak.peak_bytes - peak.extra_bytes == output
+
+
+def test_the_papers_formula_is_lln_attention_with_batch_statistics():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 50, 64) for _ in range(3))
+    expected = lln.lln_attention(q, k, v, matching="linear", scope="batch")
+    torch.testing.assert_close(paper_attention(q, k, v), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("setting", [Setting(3, 16), Setting(3, 16, causal=True), Setting(3, 16, "bfloat16")], ids=str)
+def test_candidates_compute_what_they_say(setting):
+    torch.manual_seed(0)
+    inputs = candidates.random_inputs(setting, 96)
+    outputs = {}
+    for name in (*candidates.MECHANISMS, "rfa"):
+        try:
+            output, *gradients = candidates.make_call(name, setting, inputs, backward=True).run()
+        except candidates.CannotRunError:
+            if setting.causal and name in ("paper", "nystrom"):
+                continue
+            raise
+        assert output.shape == inputs[0].shape
+        assert output.isfinite().all()
+        assert sum(x.numel() for x in gradients) == sum(x.numel() for x in inputs)
+        (outputs[name],) = candidates.make_call(name, setting, inputs, backward=False).run()
+    close = {"rtol": 2e-2, "atol": 2e-2} if setting.dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(outputs["softmax"], outputs["softmax_explicit"], **close)
+    torch.testing.assert_close(outputs["lln"], outputs["lln_torch"], **close)
+    torch.testing.assert_close(outputs["lln"], lln.lln_attention(*inputs, is_causal=setting.causal), **close)
+    assert "LLN_KERNEL" not in os.environ
+    for name, package in (("performer", "performer-pytorch"), ("nystrom", "nystrom-attention")):
+        taken = name == "performer" or setting.dtype == "float32"
+        assert candidates.origin(name, setting).startswith(package if taken else "lln.zoo")
+
+
+def test_rows_are_complete_and_nothing_is_measured_twice():
+    rows = list(attention.compare_attention((32, 16), ("softmax", "lln"), passes=attention.PASSES, **SMALL))
+    places = [(row["pass"], row["tokens"], row["mechanism"]) for row in rows]
+    assert places == list(itertools.product(attention.PASSES, (16, 32), ("softmax", "lln")))
+    assert all(row["milliseconds"] > 0 and row["peak_bytes"] >= row["extra_bytes"] >= 0 for row in rows)
+    assert rows[0]["ratio"] == 1.0
+    more = attention.compare_attention((16, 32, 48), ("softmax", "lln"), done=rows, **SMALL)
+    assert {(row["pass"], row["tokens"]) for row in more} == {("forward", 48)}
+
+
+def test_what_is_too_slow_too_large_or_impossible_is_left_out_with_a_word(monkeypatch):
+    monkeypatch.setattr(attention, "free_bytes", lambda: 10_000)
+    names = ("softmax", "softmax_explicit", "nystrom")
+    done = [
+        {"pass": "forward", "tokens": n, "mechanism": "softmax", "milliseconds": float(n * n), "peak_bytes": 1}
+        for n in (8, 16)
+    ]
+    rows = list(attention.compare_attention((128,), names, causal=True, limit=10, done=done, **SMALL))
+    softmax, explicit, nystrom = (row["skipped"] for row in rows)
+    assert softmax == "a call would take about 16 s, over the limit of 10 s"
+    assert rows[0]["predicted_milliseconds"] == pytest.approx(128**2)
+    assert "matrices would take" in explicit
+    assert nystrom == "cannot run: it has no causal form"
+    grids = tables.attention_grids({"rows": rows, "setting": {}})
+    assert grids[0].rows[0] == ["softmax (SDPA)", "~16,384"]
+    assert any("over the limit" in note for note in grids[0].notes)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(record, "noise", lambda: {"load_average": 3.0, "busy_processors": 2.0, "quiet": False})
+
+
+ATTENTION = ("attention", "--lengths", "16,32", "--mechanisms", "softmax,lln", "--heads", "1", "--head-dim", "8")
+ATTENTION = (*ATTENTION, "--seconds", "0.01")
+
+
+def test_a_run_that_was_stopped_continues(quick, tmp_path, monkeypatch):
+    out = tmp_path / "deep/a.json"
+    add, stop_after = record.Record.add, 3
+
+    def add_and_stop(self, row):
+        add(self, row)
+        if len(self.rows) == stop_after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record.Record, "add", add_and_stop)
+        assert CliRunner().invoke(bench_cli.app, [*ATTENTION, "--out", str(out)]).exit_code != 0
+    kept = json.loads(out.read_text())
+    assert len(kept["rows"]) == stop_after
+
+    done = run(*ATTENTION, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert "Others keep 2 processors busy" in " ".join(done.output.split())
+    content = json.loads(out.read_text())
+    assert len(content["rows"]) == 2 * 2 * 2
+    assert content["rows"][:2] == kept["rows"][:2]
+    assert len(content["noise"]) == 2
+    assert content["command"].startswith("lln bench attention --lengths 16,32 --mechanisms softmax,lln --heads 1")
+    assert {"commit", "machine", "threads", "seed", "kernel"} <= content.keys()
+    for ending, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".csv", b"pass,tokens")):
+        assert out.with_suffix(ending).read_bytes().startswith(start)
+
+    assert "already has all of this" in " ".join(run(*ATTENTION, "--out", str(out)).output.split())
+    with pytest.raises(ValueError, match=r"measured with another setting .* --fresh"):
+        run(*ATTENTION, "--causal", "--out", str(out))
+    with pytest.raises(ValueError, match="the goals are for 12 heads of 64"):
+        run(*ATTENTION, "--goals")
+    with pytest.raises(ValueError, match="no candidate is called 'sofmax'; there are: softmax"):
+        run("attention", "--mechanisms", "sofmax")
+
+
+def attention_record(rows):
+    setting = {"heads": 12, "head_dim": 64, "dtype": "float32", "causal": False, "origins": {}}
+    origin = {"command": "lln bench", "commit": "abc", "torch": "2", "kernel": {}, "noise": [], "threads": 2}
+    return origin | {"setting": setting, "machine": {"processor": "P", "cores": 2}, "rows": rows}
+
+
+def ideal_rows(lln_slower=1.0):
+    """Times and memory that meet every goal, unless LLN is slower."""
+    times = {"softmax": lambda n: n * n, "paper": lambda n: 40 * n, "floor": lambda n: 8 * n, "lln": lambda n: 10 * n}
+    times |= {"lln_diag": lambda n: 20 * n, "lln_torch": lambda n: 20 * n}
+    return [
+        {
+            "pass": pass_,
+            "tokens": n,
+            "mechanism": name,
+            "milliseconds": time(n) * (lln_slower if name == "lln" else 1.0),
+            "quartiles": [time(n), time(n)],
+            "peak_bytes": 4 * n,
+            "extra_bytes": n,
+        }
+        for pass_ in attention.PASSES
+        for n in attention.LENGTHS
+        for name, time in times.items()
+    ]
+
+
+def test_goals_are_met_missed_or_not_measured():
+    def verdicts(rows):
+        return {o.goal.text: o.verdict for o in goals.check(goals.ATTENTION_GOALS, attention_record(rows))}
+
+    met = verdicts(ideal_rows())
+    assert set(met.values()) == {"met"}
+    text = "LLN forward is at least 3x as fast as softmax (SDPA) at 256 tokens"
+    assert text in met
+    slower = verdicts(ideal_rows(lln_slower=10.0))
+    assert slower[text] == "missed"
+    assert (
+        slower["LLN+Diag forward takes at most 2.1x the time of LLN at every length from 128 to 16,384 tokens"] == "met"
+    )
+    assert set(verdicts([]).values()) == {"not measured"}
+    one_missing = verdicts([row for row in ideal_rows() if (row["tokens"], row["mechanism"]) != (512, "paper")])
+    assert list(one_missing.values()).count("not measured") == 3
+
+
+def model_record():
+    rows = [
+        {"tokens": 512, "mechanism": name, "seconds": 4.0, "quartiles": [4, 4], "repeats": 1, "peak_bytes": 3e9}
+        for name in model.LOOKS
+    ]
+    rows.append({"tokens": 8192, "mechanism": "eager", "skipped": "would take 99 GiB", "predicted_seconds": 1234.0})
+    return attention_record(rows)
+
+
+def test_table_2_has_the_published_numbers_beside_ours(tmp_path):
+    text = table_2.table_2(model_record())
+    assert "| LLN | here | 4 |  |" in text
+    assert "| LLN | published | 1 | 6.1 |" in text
+    assert "| LLN+Diag | published | 4.1 | 13.4 |" in text
+    assert "| softmax, explicit matrix | here | 4 | ~1,234 |" in text
+    assert "| softmax, explicit matrix | published | 0.95 | OOM |" in text
+    assert "left out at 8,192 tokens: would take 99 GiB" in text
+    png, *_ = table_2.draw_table_2(model_record(), tmp_path / "model.json")
+    assert png.read_bytes()[1:4] == b"PNG"
+
+
+def test_the_page_is_made_from_the_records(tmp_path):
+    before = f"text\n{page.BEGIN}\nold\n{page.END}\nmore\n"
+    assert "Nothing has been measured yet" in page.update(before, tmp_path)
+    (tmp_path / "attention.json").write_text(json.dumps(attention_record(ideal_rows())))
+    (tmp_path / "model.json").write_text(json.dumps(model_record()))
+    after = page.update(before, tmp_path)
+    assert after.startswith("text\n")
+    assert after.endswith(f"{page.END}\nmore\n")
+    assert "old" not in after
+    for words in ("times as fast as softmax (SDPA)", "| met |", "Table 2", "commit abc"):
+        assert words in after
+    assert page.update(after, tmp_path) == after
+    with pytest.raises(ValueError, match="must have the lines"):
+        page.update("nothing", tmp_path)
+    (tmp_path / "attention.json").write_text("{}")
+    with pytest.raises(ValueError, match="older version"):
+        page.update(before, tmp_path)
+
+
+def test_decoding_holds_a_state_or_a_growing_cache(quick, tmp_path):
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 1, 2, 21, 8).unbind()
+    inside = decode._cache_call(key.clone(), value.clone(), copied=False)
+    copied = decode._cache_call(key[:, :, :-1], value[:, :, :-1], copied=True)
+    for mine, same in zip(inside.inputs, copied.inputs, strict=True):
+        mine.copy_(same)
+    torch.testing.assert_close(inside.run(), copied.run())
+
+    out = tmp_path / "decode.json"
+    arguments = (
+        "decode",
+        "--lengths",
+        "32,70",
+        "--heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--seconds",
+        "0.05",
+        "--out",
+        str(out),
+    )
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    rows = {(row["mechanism"], row["tokens"]): row for row in json.loads(out.read_text())["rows"]}
+    assert set(rows) == set(itertools.product(decode.LOOKS, (32, 70)))
+    for name in ("lln", "lln_diag"):
+        assert rows[name, 32]["held_bytes"] == rows[name, 70]["held_bytes"]
+    for name in ("cache", "cache_cat"):
+        assert [rows[name, n]["held_bytes"] for n in (32, 70)] == [2 * 2 * 8 * 4 * n for n in (32, 70)]
+    assert "already has all of this" in " ".join(run(*arguments).output.split())
+
+
+def test_states_after_pieces_are_those_of_one_prefill(monkeypatch):
+    monkeypatch.setattr(decode, "PIECE", 7)
+    drawn = []
+    monkeypatch.setattr(
+        decode, "random_heads", lambda n, **sizes: drawn.append(torch.randn(3, 1, 1, n, 4)) or drawn[-1]
+    )
+    torch.manual_seed(0)
+    (_, first), (_, last) = decode._states("lln", (5, 23), heads=1, head_dim=4)
+    _, expected = lln.LLNState.empty(1, 1, 4).prefill(*torch.cat(drawn, dim=3))
+    torch.testing.assert_close(last.values, expected.values)
+    assert first.count.item() == 5
+    assert last.count.item() == 23
+
+
+def test_training_steps_are_measured_or_predicted(quick, tmp_path, monkeypatch):
+    tiny = model.ModelSetting(layers=1, hidden_size=16, heads=2, vocabulary=50, block_size=8)
+    monkeypatch.setattr(model, "ROBERTA_BASE", tiny)
+    out = tmp_path / "model.json"
+    arguments = (
+        "model",
+        "--lengths",
+        "16,48,4096",
+        "--mechanisms",
+        "eager,lln_diag",
+        "--seconds",
+        "0",
+        "--limit",
+        "1e-9",
+    )
+    done = run(*arguments, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["tokens"] for row in rows] == [16, 16, 48, 48, 4096, 4096]
+    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows[:4])
+    assert all("over the limit" in row["skipped"] and row["predicted_seconds"] > 0 for row in rows[4:])
+    assert "published" in done.output
+    with pytest.raises(ValueError, match="no attention of this comparison is called 'flash'"):
+        list(model.compare_training((16,), ("flash",)))
+
+
+def test_a_step_that_does_not_fit_is_a_word_not_a_crash(monkeypatch):
+    monkeypatch.setattr(model, "free_bytes", lambda: 2**20)
+    tiny = model.ModelSetting(layers=1, hidden_size=64, heads=2, vocabulary=5000)
+    (row,) = model.compare_training((2048,), ("eager",), setting=tiny)
+    assert row["skipped"] == "did not fit into memory"
