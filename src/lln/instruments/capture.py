@@ -19,6 +19,8 @@ from lln.instruments.rows import MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding
 from lln.moments import accumulator, match_moments
 from lln.nn import LLNAttention, LLNDiagAttention
+from lln.zoo import Mechanism
+from lln.zoo.core import LLN, BlockDiagonal, LLNDiag
 
 Choose = Callable[[int, int], tuple[int, list[int]]]  # from batch and heads to a sample and some heads
 
@@ -157,9 +159,8 @@ def from_ours(
     # While training `scales` would update the running averages.
     given = (module.alpha, module.beta) if module.training else module.scales(query, key)
     options["alpha"], options["beta"] = given
-    if module.scope == "batch" and None in given:
-        matched = match_moments(query, key, matching=module.matching, scope="batch", key_padding_mask=keep)
-        options["alpha"], options["beta"] = (m if g is None else g for m, g in zip(matched, given, strict=True))
+    if module.scope == "batch":
+        _match_batch(options, query, key)
     if isinstance(module, LLNDiagAttention) and module.combine != "scale":
         options["kind"], options["block_size"] = "lln_diag", module.block_size
     capture = take(choose, query, key, options)
@@ -182,32 +183,58 @@ def from_hugging_face(
 ) -> Capture:
     """An attention function of transformers: query and key come after rotary embedding and cache.
 
-    A function registered under the name of one of our kinds, or with an attribute `kind`, is read as that kind.
+    A function registered under the name of one of our kinds, or with an attribute `kind`, is read as that kind; a
+    module that `lln.hf.convert` gave a mechanism, as that mechanism with its options.
     """
-    kind = implementation if implementation in KINDS else None
-    if kind is None and not implementation.startswith(HF_SOFTMAX):
-        raise UnreadableError(
-            f"attention implementation {implementation!r} is neither softmax nor one of {', '.join(KINDS)}"
-        )
+    mechanism = getattr(module, "mechanism", None)
+    if implementation.startswith(HF_SOFTMAX) or getattr(module, "attends_elsewhere", False):
+        kind, mechanism = "softmax", None
+    else:
+        kind = mechanism.record.name if isinstance(mechanism, Mechanism) else implementation
+    if kind not in KINDS:
+        raise UnreadableError(f"attention implementation {kind!r} is neither softmax nor one of {', '.join(KINDS)}")
     for name, what in HF_UNREAD.items():
         if rest.get(name) is not None:
             raise UnreadableError(f"it uses {what} ({name}), which query and key do not show")
+    state = getattr(module, "lent_state", None)
+    if state is not None and state.length > query.shape[2]:
+        raise UnreadableError("it continues from a state that does not hold the keys before; use_cache=False shows all")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     causal = causal and query.shape[2] == key.shape[2] and query.shape[2] > 1
     width = query.shape[-1]
     scale = 1.0 if scaling is None else scaling * width**0.5
-    if attention_mask is None:
+    if attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2):
         # Eager attention is causal by its mask alone; the others are by a flag when there is no mask.
-        options = Options(kind=kind or "softmax", is_causal=causal and implementation != "eager")
+        options = Options(kind=kind, is_causal=causal and implementation != "eager")
+        if attention_mask is not None:
+            options["key_padding_mask"] = attention_mask.bool()
+        _add_settings(options, mechanism, query, key, scale)
         return take(choose, query, key, options, scale=scale)
     if not isinstance(attention_mask, Tensor):
         raise UnreadableError(f"a mask of type {type(attention_mask).__name__} cannot be read; use attention 'sdpa'")
-    if attention_mask.dim() == 2:
-        options = Options(kind=kind or "softmax", is_causal=causal, key_padding_mask=attention_mask.bool())
-        return take(choose, query, key, options, scale=scale)
-    if kind not in (None, "softmax"):
+    if kind != "softmax":
         raise UnreadableError(
             f"a mask of shape {tuple(attention_mask.shape)} for pairs of tokens is not for kind {kind!r}"
         )
     mask = attention_mask[..., : key.shape[2]]
     return take(choose, query, key, Options(kind="softmax"), mask=mask, scale=scale)
+
+
+def _add_settings(options: Options, mechanism: Mechanism | None, query: Tensor, key: Tensor, scale: float) -> None:
+    """The settings of one of our mechanisms in the zoo."""
+    if isinstance(mechanism, (LLNDiag, BlockDiagonal)):
+        options["block_size"] = mechanism.block_size
+    if isinstance(mechanism, LLN):
+        options["matching"], options["alpha"], options["beta"] = mechanism.matching, mechanism.alpha, mechanism.beta
+        if mechanism.scope == "batch":
+            _match_batch(options, query * scale, key)
+
+
+def _match_batch(options: Options, query: Tensor, key: Tensor) -> None:
+    """alpha and beta of the whole batch where none are given, because only a sample of it is kept."""
+    given = options["alpha"], options["beta"]
+    if None not in given:
+        return
+    keep = options.get("key_padding_mask")
+    matched = match_moments(query, key, matching=options["matching"], scope="batch", key_padding_mask=keep)
+    options["alpha"], options["beta"] = (m if g is None else g for m, g in zip(matched, given, strict=True))

@@ -169,7 +169,11 @@ def _load(model: str) -> tuple[Any, Any, list[str]]:
             f"{model!r} is neither a folder saved by save_pretrained nor a model type such as 'roberta', 'bert', "
             "'gpt2' or 'llama'; save a model of the hub to a folder first"
         )
-    if weights:
+    if weights and hasattr(config, "lln_attention"):
+        from lln.hf import from_pretrained
+
+        network = from_pretrained(folder, transformers.AutoModel)
+    elif weights:
         network = transformers.AutoModel.from_pretrained(folder)
     else:
         notes.append("no weights found, so they are random")

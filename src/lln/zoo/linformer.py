@@ -41,7 +41,9 @@ class Linformer(Mechanism):
         check_at_least(1, rank=rank)
         # Entries of variance 1 / R keep inner products on average: the random projection of the paper's theorem.
         self.project_key = nn.Parameter(torch.randn(rank, max_len) * rank**-0.5)
-        self.project_value = self.project_key if share_kv else nn.Parameter(torch.randn(rank, max_len) * rank**-0.5)
+        if not share_kv:
+            self.project_value = nn.Parameter(torch.randn(rank, max_len) * rank**-0.5)
+        self.share_kv = share_kv
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         dtype, tokens = accumulator(query.dtype), key.shape[2]
@@ -55,7 +57,8 @@ class Linformer(Mechanism):
                 total = total + projection[:, part].to(dtype) @ x[:, :, part].to(dtype)
             return total
 
-        k, v = rows(self.project_key, key) * self.head_dim**-0.5, rows(self.project_value, value)
+        project_value = self.project_key if self.share_kv else self.project_value
+        k, v = rows(self.project_key, key) * self.head_dim**-0.5, rows(project_value, value)
         queries = (query[:, :, part].to(dtype) for part in chunks(query.shape[2]))
         parts = ((torch.softmax(q @ k.mT, dim=-1) @ v).to(value.dtype) for q in queries)
         return collect(parts, query, value.shape[3])

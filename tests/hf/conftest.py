@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 70,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXTRA = {
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+    "llama": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": None},
+    "granite": {"num_key_value_heads": 2, "attention_multiplier": 0.8},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "vit": {"image_size": 20, "patch_size": 5},
+    "deit": {"image_size": 20, "patch_size": 5},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "bart": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Progress bars of transformers say nothing here."""
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def make():
+    """Makes a tiny random model of a family. Weights are large enough for tokens to differ and attention to matter."""
+
+    def build(family, head="Model", **settings):
+        settings = SIZES | EXTRA.get(family, {}) | settings
+        torch.manual_seed(settings.pop("seed", 0))
+        config = transformers.AutoConfig.for_model(family, **settings)
+        model = getattr(transformers, f"Auto{head}").from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4.0)
+        return model.eval()
+
+    return build
+
+
+@pytest.fixture
+def batch():
+    """Makes token ids and their mask, padded on a side; the same every time."""
+
+    def build(side="right", *, tokens=23):
+        ids = torch.randint(3, 90, (3, tokens), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(ids)
+        mask[0, -9:], mask[1, -1:] = 0, 0
+        if side == "left":
+            mask = mask.flip(1)
+        return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+    return build

@@ -1,0 +1,97 @@
+"""The recorder on converted models: the right mechanism, with its options."""
+
+import pytest
+import torch
+import transformers
+
+import lln.hf
+from lln.instruments import Recorder, entropy
+
+OPTIONS = {
+    "lln": {"matching": "entropy"},
+    "lln_diag": {"block_size": 5},
+    "given": {"alpha": 1.5, "beta": 0.5},
+    "batch": {"scope": "batch"},
+    "block_diagonal": {"block_size": 5},
+}
+
+
+def hear(model, inputs, path):
+    """What the recorder says, and the query and key of each attention, with the scores' scale in the query."""
+    heard = []
+    name = model.config._attn_implementation
+    function = transformers.AttentionInterface._global_mapping[name]
+
+    def listen(module, query, key, *args, scaling, **rest):
+        heard.append((query * scaling * query.shape[3] ** 0.5, key))
+        return function(module, query, key, *args, scaling=scaling, **rest)
+
+    transformers.AttentionInterface.register(name, listen)
+    try:
+        with Recorder(model, path, every=1, heads=None, budget=None) as recorder, torch.no_grad():
+            model(**inputs)
+            return recorder.step(), heard
+    finally:
+        transformers.AttentionInterface.register(name, function)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("roberta", name) for name in OPTIONS] + [("granite", name) for name in OPTIONS if name != "batch"],
+)
+def test_recorded_as_converted(family, options, make, batch, tmp_path):
+    kind = options if options in ("lln", "lln_diag", "block_diagonal") else "lln"
+    settings = OPTIONS[options]
+    model, inputs = lln.hf.convert(make(family), kind, **settings), batch()
+    records, heard = hear(model, inputs, tmp_path / "r.jsonl")
+    assert {record["kind"] for record in records} == {kind}
+    causal, keep = family == "granite", inputs["attention_mask"].bool()
+    samples = {tokens: sample for sample, tokens in enumerate(keep.sum(1).tolist())}
+    sample = samples[records[0]["tokens"]]
+    for layer, (query, key) in enumerate(heard):
+        of_layer = records[4 * layer : 4 * layer + 4]
+        expected = entropy(query, key, kind=kind, key_padding_mask=keep, is_causal=causal, **settings)[sample]
+        torch.testing.assert_close(torch.tensor([r["entropy"] for r in of_layer]), expected, rtol=1e-4, atol=1e-4)
+        if kind == "block_diagonal":
+            assert all(r["alpha"] is None for r in of_layer)
+            continue
+        chosen = {name: settings[name] for name in ("matching", "scope") if name in settings}
+        matched = lln.match_moments(query, key, key_padding_mask=keep, is_causal=causal, **chosen)
+        for name, scale in zip(("alpha", "beta"), matched, strict=True):
+            scale = scale.expand(3, *scale.shape[1:])[sample]
+            scale = scale[:, keep[sample].nonzero()[-1, 0]] if causal else scale
+            wanted = torch.full((4,), settings[name]) if name in settings else scale
+            torch.testing.assert_close(torch.tensor([r[name] for r in of_layer]), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_by_name(make, batch, tmp_path):
+    model = make("bert")
+    model.set_attn_implementation("lln_diag")
+    records, _ = hear(model, batch(), tmp_path / "r.jsonl")
+    assert {record["kind"] for record in records} == {"lln_diag"}
+
+
+@pytest.mark.parametrize("attention", ["flash", "elu"])
+def test_other_mechanisms_are_said_not_to_be_read(attention, make, batch, tmp_path):
+    model = lln.hf.convert(make("bert"), attention)
+    with pytest.warns(UserWarning, match=f"'{attention}' is neither softmax nor"):
+        assert hear(model, batch(), tmp_path / "r.jsonl")[0] == []
+
+
+def test_a_state_is_said_not_to_be_read(make, batch, tmp_path):
+    model, inputs = lln.hf.convert(make("llama", "ModelForCausalLM")), batch("left")
+    with Recorder(model, tmp_path / "r.jsonl", every=1, budget=None) as recorder, torch.no_grad():
+        output = model(**inputs)
+        assert {record["kind"] for record in recorder.step()} == {"lln_diag"}
+        with pytest.warns(UserWarning, match="continues from a state"):
+            model(inputs["input_ids"][:, :1], past_key_values=output.past_key_values)
+        assert recorder.step() == []
+
+
+@pytest.mark.filterwarnings("ignore:the attention of the decoder")
+def test_attention_to_an_encoder_is_softmax(make, batch, tmp_path):
+    model = lln.hf.convert(make("bart"), "lln")
+    with Recorder(model, tmp_path / "r.jsonl", every=1, budget=None) as recorder, torch.no_grad():
+        model(**batch(), decoder_input_ids=torch.randint(3, 90, (3, 7)))
+        kinds = {record["layer"].split(".")[-1]: record["kind"] for record in recorder.step()}
+    assert kinds == {"self_attn": "lln", "encoder_attn": "softmax"}
