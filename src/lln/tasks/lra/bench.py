@@ -1,0 +1,98 @@
+"""`lln lra bench`: what a training step costs on each task at the published length, the paper's table 4.
+
+Time: all methods in turns in one process, forward, backward and optimiser, on full-length inputs without padding.
+Memory: one step in a fresh process for each method, the peak over what the process held before it.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lln.bench.measure import time_in_turns
+from lln.tasks.lra.examples import TASKS, task_named
+from lln.tasks.lra.model import OPTIONS, Classifier
+
+METHODS = (
+    "softmax_explicit",
+    "softmax",
+    "reformer",
+    "performer",
+    "skyformer",
+    "nystrom",
+    "lln",
+    "lln_diag",
+)
+TOKENS = 8192  # in a step: what the explicit matrices at 4,000 tokens leave room for
+
+
+def batch_size(task: str) -> int:
+    """So many examples that a step has about `TOKENS` tokens."""
+    shape = task_named(task)
+    return max(1, TOKENS // (shape.length * shape.towers))
+
+
+def training_step(task: str, method: str, *, length: int, batch: int, seed: int = 0) -> Callable[[], None]:
+    """A model, its optimiser and a batch of random tokens; each call is one step on it."""
+    shape = task_named(task)
+    torch.manual_seed(seed)
+    model = Classifier(shape, method, options=OPTIONS.get(method))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    tokens = torch.randint(1, shape.vocabulary, (batch, shape.towers, length))
+    labels = torch.randint(shape.classes, (batch,))
+
+    def step() -> None:
+        optimiser.zero_grad()
+        model(tokens, labels)["loss"].backward()
+        optimiser.step()
+
+    return step
+
+
+def compare(
+    tasks: Sequence[str] = tuple(TASKS),
+    methods: Sequence[str] = METHODS,
+    *,
+    seconds: float = 30.0,
+    at_least: int = 5,
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """A row for each task and method; ratios are the first method's cost over its own.
+
+    The methods of a task are timed in rounds, for `seconds` and `at_least` so many.
+    """
+    if not methods:
+        raise ValueError("name at least one method")
+    for task in tasks:
+        length, batch = task_named(task).length, batch_size(task)
+        steps = {name: training_step(task, name, length=length, batch=batch, seed=seed) for name in methods}
+        timings = time_in_turns(steps, seconds=seconds, at_least=at_least)
+        del steps
+        peaks = {name: peak_memory(task, name, length=length, batch=batch, seed=seed) for name in methods}
+        for name, timing in timings.items():
+            yield {
+                "task": task,
+                "method": name,
+                "options": OPTIONS.get(name, {}),
+                "length": length,
+                "batch": batch,
+                "milliseconds": timing.median * 1e3,
+                "quartiles": [timing.low * 1e3, timing.high * 1e3],
+                "repeats": timing.repeats,
+                "time_ratio": timings[methods[0]].median / timing.median,
+                "peak_bytes": peaks[name],
+                "memory_ratio": peaks[methods[0]] / peaks[name],
+            }
+
+
+def peak_memory(task: str, method: str, *, length: int, batch: int, seed: int = 0) -> int:
+    """Peak bytes of a training step, beyond the process, the model and the libraries that it has loaded."""
+    job = {"task": task, "method": method, "length": length, "batch": batch, "seed": seed}
+    command = [sys.executable, "-m", "lln.tasks.lra.peak", json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"measuring the memory of {job} failed:\n{done.stderr.strip()}")
+    return int(done.stdout)

@@ -1,0 +1,230 @@
+"""Runs and matrices of runs: budgets, results, what is finished stays, what fails is said; tables and pictures."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lln import lra_cli
+from lln.tasks.lra import bench, runner, tables
+from lln.tasks.lra.examples import TASKS
+from lln.tasks.lra.recipe import BUDGETS, RESULT, read_result, recipe, train
+from lln.tasks.lra.runner import matrix, parse_method, run_matrix
+
+TINY = {"steps": 3, "batch_size": 2, "save_every": 2, "log_every": 1}
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """Published ListOps files of very short expressions, seven for the test."""
+    folder = tmp_path / "data" / "listops"
+    folder.mkdir(parents=True)
+    for split, count in (("train", 6), ("val", 4), ("test", 7)):
+        rows = "".join(f"[MAX {n % 10} {'0 ' * n}]\t{n % 10}\n" for n in range(count))
+        (folder / f"basic_{split}.tsv").write_text("Source\tTarget\n" + rows)
+    return tmp_path / "data"
+
+
+def test_paper_preset_is_the_published_configuration():
+    published = {
+        "text": (32, 1e-4, 80),
+        "listops": (32, 1e-4, 1000),
+        "retrieval": (16, 2e-4, 800),
+        "pathfinder": (128, 2e-4, 312),
+        "image": (256, 1e-4, 175),
+    }
+    for task, (batch, rate, warmup) in published.items():
+        config = recipe("paper", task, "lln_diag")
+        assert (config.steps, config.batch_size, config.learning_rate) == (50_000, batch, rate)
+        assert (config.warmup_steps, config.weight_decay, config.dropout) == (warmup, 0.0, 0.1)
+        assert (config.examples, config.dashes, config.evaluate_on) == (None, None, "test")
+
+
+@pytest.mark.parametrize("preset", list(BUDGETS))
+def test_equal_budgets(preset):
+    runs = matrix(preset=preset, seeds=[0, 1])
+    assert len(runs) == 5 * 6 * 2
+    for task in TASKS:
+        budgets = {
+            json.dumps({k: v for k, v in run.settings().items() if k not in ("attention", "options", "seed")})
+            for run in runs
+            if run.task == task
+        }
+        assert len(budgets) == 1
+
+
+def test_methods_with_options():
+    assert parse_method("lln") == ("lln", {})
+    assert parse_method("lln_diag:block_size=128:matching=entropy") == (
+        "lln_diag",
+        {"block_size": 128, "matching": "entropy"},
+    )
+    run = recipe("laptop", "text", "reformer", seed=3, options={"rounds": 4})
+    assert run.options == {"rounds": 4, "shared_qk": True}
+    assert run.name == "text-reformer-rounds=4-seed3"
+    assert recipe("laptop", "text", "reformer").name == "text-reformer-seed0"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: parse_method("lln:block"), "name=value"),
+        (lambda: matrix(["text", "text"]), "twice"),
+        (lambda: matrix([]), "at least one task"),
+        (lambda: matrix(["speech"]), "no task is called"),
+        (lambda: matrix(methods=["magic"]), "no mechanism is called 'magic'"),
+        (lambda: matrix(methods=["lln:magic=1"]), "lln has no option magic"),
+        (lambda: matrix(preset="phone"), "there are: paper, laptop"),
+        (lambda: matrix(evaluate_on="train"), "valid or test"),
+    ],
+)
+def test_wrong_matrix(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_run_counts_every_test_example(tmp_path, data_dir):
+    config = recipe("laptop", "listops", "lln_diag", **TINY)
+    out = tmp_path / config.name
+    result = train(config, out=out, data_dir=data_dir, quiet=True)
+    assert result["evaluated_examples"] == 7  # in batches of two
+    assert round(result["accuracy"] * 7, 6).is_integer()
+    assert [step for step, _ in result["loss"]] == [1, 2, 3]
+    assert result["settings"]["learning_rate"] == config.learning_rate
+    assert result["source"] == "published files"
+    assert {"commit", "machine", "torch"} <= set(result["provenance"])
+    assert read_result(out) == result
+    written = (out / RESULT).stat().st_mtime_ns
+    assert train(config, out=out, data_dir=None, quiet=True) == result  # finished: no data is needed
+    assert (out / RESULT).stat().st_mtime_ns == written
+
+
+def test_matrix_goes_on_where_it_was(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.1)
+    runs = matrix(["listops"], ["softmax", "lln"], **TINY)
+    train(runs[0], out=tmp_path / runs[0].name, data_dir=data_dir, quiet=True)
+    started = []
+    start = runner._Worker.start.__func__
+    monkeypatch.setattr(
+        runner._Worker, "start", classmethod(lambda cls, run, *a, **k: started.append(run) or start(cls, run, *a, **k))
+    )
+    told = []
+    results = run_matrix(runs, out=tmp_path, data_dir=data_dir, tell=lambda *word: told.append(word))
+    assert started == runs[1:]
+    assert [result["attention"] for result in results] == ["softmax", "lln"]
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert told[0][2].startswith("accuracy")
+    assert told[-1][:2] == (runs[1], 3)
+    assert run_matrix(runs, out=tmp_path) == results
+    assert started == runs[1:]
+
+
+def test_a_failed_run_is_said(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.05)
+    runs = matrix(["listops"], ["softmax"], **TINY)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"1 of 1 runs failed: listops-softmax-seed0 \(see .*\.log\)"):
+        run_matrix(runs, out=tmp_path / "runs", data_dir=data_dir)
+
+
+def recorded(tmp_path):
+    machine = {"machine": {"processor": "P", "cores": 2, "system": "S"}, "threads": 1, "torch": "T", "commit": "C"}
+    results = [
+        {
+            "task": task,
+            "attention": method,
+            "options": {"block_size": 8} if seed == 2 else {},
+            "accuracy": 0.5 + 0.01 * number + 0.1 * seed,
+            "seed": seed,
+            "evaluated_on": "test",
+            "source": "wikipedia passages, ours" if task == "retrieval" else "somewhere",
+            "steps": 10,
+            "settings": {"batch_size": 2, "learning_rate": 1e-3},
+            "provenance": machine,
+        }
+        for number, task in enumerate(TASKS)
+        for method in ("softmax", "lln_diag")
+        for seed in (0, 1, 2)  # the last with options of its own, which keep it out of the table
+    ]
+    (tmp_path / tables.ACCURACIES).write_text(json.dumps(results))
+    rows = [
+        {"task": task, "method": method, "batch": 2, "milliseconds": 100.0 * scale, "peak_bytes": scale * 2**20}
+        for task in TASKS
+        for method, scale in (("softmax_explicit", 20), ("lln_diag", 2))
+    ]
+    (tmp_path / tables.COSTS).write_text(json.dumps(machine | {"rows": rows}))
+
+
+def test_tables(tmp_path):
+    recorded(tmp_path)
+    five = tables.table_5(tmp_path)
+    cells = {row[0]: row[1:] for row in five.rows}
+    assert cells["Softmax"][:2] == ["60.41 / 55.00", "38.05 / 56.00"]
+    assert cells["LLN + Diag"][-1] == "57.86 / 57.00"
+    assert cells["Reformer"][-1] == "57.67 / -"
+    assert "wikipedia passages, ours" in five.notes[0]
+    four = tables.table_4(tmp_path)
+    cells = {row[0]: row[1:] for row in four.rows}
+    assert cells["Softmax (explicit), time"][0] == "7.05 / 10.00"
+    assert cells["Softmax (explicit), memory"][0] == "10.43 / 10.00"
+    assert cells["Reformer, time"][0] == "1.51 / -"
+    assert cells["LLN + Diag, ms a step"] == ["200"] * 5
+    four.picture(tmp_path / "four.png")
+    assert (tmp_path / "four.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="is missing: it is recorded with `lln lra bench`"):
+        tables.table_4(tmp_path / "nowhere")
+
+
+def test_bench_at_published_lengths(monkeypatch):
+    assert {task: bench.batch_size(task) for task in TASKS} == {
+        "text": 2,
+        "listops": 4,
+        "retrieval": 1,
+        "pathfinder": 8,
+        "image": 8,
+    }
+    made = []
+    monkeypatch.setattr(
+        bench,
+        "training_step",
+        lambda task, method, **sizes: made.append((task, method, sizes["length"], sizes["batch"])) or (lambda: None),
+    )
+    monkeypatch.setattr(bench, "peak_memory", lambda task, method, **_: {"softmax": 30, "lln": 10}[method])
+    rows = list(bench.compare(["text"], ["softmax", "lln"], seconds=0.0, at_least=1))
+    assert made == [("text", "softmax", 4000, 2), ("text", "lln", 4000, 2)]
+    assert [row["memory_ratio"] for row in rows] == [1.0, 3.0]
+
+
+def test_memory_of_a_step_holds_the_explicit_matrices():
+    layers, heads, tokens, float_bytes = 2, 2, 1024, 4
+    peak = bench.peak_memory("pathfinder", "softmax_explicit", length=tokens, batch=1)
+    assert layers * heads * tokens**2 * float_bytes < peak < 20 * heads * tokens**2 * float_bytes
+
+
+def test_show_prints_and_draws(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LLN_DATA", raising=False)
+    invoke = CliRunner().invoke
+    shown = invoke(lra_cli.data, ["show", "listops", "--count", "2", "--data-dir", str(data_dir), "--split", "test"])
+    assert shown.exit_code == 0, shown.output
+    assert "[MAX 1 0 ]" in shown.output
+    assert "label 1: 1" in shown.output
+    shown = invoke(lra_cli.data, ["show", "pathfinder", "--count", "1", "--dashes", "6"])
+    assert shown.exit_code == 0, shown.output
+    picture = [line for line in shown.output.splitlines() if len(line) == 64 and set(line) <= set(" ░▒▓█")]
+    assert len(picture) == 32
+    assert "".join(picture).count("█") > 4
+    out = tmp_path / "pictures" / "few.png"
+    drawn = invoke(lra_cli.data, ["show", "pathfinder", "--count", "1", "--dashes", "6", "--out", str(out)])
+    assert drawn.exit_code == 0, drawn.output
+    from PIL import Image
+
+    with Image.open(out) as image:
+        pixels = np.asarray(image)[6:-6:6, 6:-6:6]
+    assert pixels.shape == (32, 32)
+    assert pixels.max() == 255
+    refused = invoke(lra_cli.data, ["show", "listops", "--out", str(out), "--data-dir", str(data_dir)])
+    assert isinstance(refused.exception, ValueError)
+    assert "no pictures" in str(refused.exception)
