@@ -94,4 +94,6 @@ def _bilinear(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
         index = (line * columns + left).nan_to_num().long()  # a NaN keeps its way through `right`
         return flat[index] * (1 - right) + flat[index + 1] * right
 
+    if rows == 1:
+        return along(top)
     return along(top) * (1 - down) + along(bottom) * down

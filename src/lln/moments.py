@@ -13,6 +13,7 @@ got when it came, so that an attention over a million tokens is still a recurren
 Shapes: B batch, H heads, N queries, M keys, D features of a head.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -28,8 +29,11 @@ from lln.masks import blank, kept_tokens, read_paddings
 Scope = Literal["sample", "batch"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
-# Long sequences pass through in pieces of this many tokens, so that what is computed on the way stays small.
+# Long sequences pass through in pieces of at most this many tokens, so that what is computed on the way stays small.
 CHUNK_TOKENS = 2048
+# What is computed for one piece has about this many entries: a processor keeps them in its cache, and an accelerator
+# needs many more at once to be busy. (Tokens of a piece: see `piece_tokens`.)
+PIECE_ENTRIES, ACCELERATOR_FACTOR = 2**19, 32
 
 # Statistics see larger entries as this, so that no square or sum of squares overflows float32.
 LARGEST_ENTRY = 1e15
@@ -147,7 +151,8 @@ def measure_moments(
     groups = query.shape[1] // key.shape[1]
     mean_q, covariance_q, _ = _feature_moments(query, keep_query)
     mean_k, covariance_k, num_keys = _feature_moments(key, keep_key)
-    mean_k, covariance_k = (x.repeat_interleave(groups, dim=1) for x in (mean_k, covariance_k))
+    if groups > 1:
+        mean_k, covariance_k = (x.repeat_interleave(groups, dim=1) for x in (mean_k, covariance_k))
     sigma_q, sigma_k = _entry_sigma(mean_q, covariance_q), _entry_sigma(mean_k, covariance_k)
     # With q = m_q + dq and k = m_k + dk, the variance of q . k is that of dq . dk, dq . m_k and m_q . dk: three terms
     # that are not negative, where E[x²] - E[x]² would cancel. In units of the root mean square so that all stay finite.
@@ -192,15 +197,13 @@ def empty_sums(query: Tensor) -> PrefixSums:
 def prefix_moments(query: Tensor, key: Tensor, keep: Tensor | None, past: PrefixSums) -> tuple[Moments, PrefixSums]:
     """Moments (B, H, N) of the past and the tokens up to each one, and what to remember after the last."""
     groups = query.shape[1] // key.shape[1]
-    kept = kept_tokens(keep, query)
-    count = past.tokens[:, None] + kept.cumsum(dim=1)
-    sums_q = past.query[:, :, None] + _entry_sums(query, keep).cumsum(dim=2)
-    sums_k = past.key[:, :, None] + _entry_sums(key, keep).cumsum(dim=2).repeat_interleave(groups, dim=1)
+    count = past.tokens[:, None] + kept_tokens(keep, query).cumsum(dim=1)
     tokens = count.clamp(min=1)[:, None, :, None]
-    sigma_q, sigma_k = (_prefix_sigma(sums / tokens).to(accumulator(query.dtype)) for sums in (sums_q, sums_k))
+    sigma_q, sums_q = _prefix_sigmas(query, keep, past.query, tokens, 1)
+    sigma_k, sums_k = _prefix_sigmas(key, keep, past.key, tokens, groups)
     product = _square_of_product(sigma_q, sigma_k)
     moments = Moments(sigma_q, sigma_k, product, product, count[:, None].expand_as(sigma_q))
-    return moments, PrefixSums(count[:, -1], sums_q[:, :, -1], sums_k[:, :, -1])
+    return moments, PrefixSums(count[:, -1], sums_q, sums_k)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -223,9 +226,18 @@ def chunks(tokens: int, size: int | None = None) -> Iterator[slice]:
             yield slice(start, min(start + size, tokens))
 
 
-def pieces(x: Tensor, keep: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def piece_tokens(*shape: int, device: torch.device) -> int:
+    """Tokens of a piece that has `shape` entries for each token."""
+    if torch.compiler.is_compiling():
+        return CHUNK_TOKENS  # not used then, see `chunks`
+    factor = 1 if device.type == "cpu" else ACCELERATOR_FACTOR
+    wanted = max(64, factor * PIECE_ENTRIES // max(1, math.prod(shape)) // 64 * 64)
+    return min(wanted, factor * CHUNK_TOKENS)
+
+
+def pieces(x: Tensor, keep: Tensor | None, size: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
     """`x` (B, heads, tokens, features) chunk by chunk in the accumulator's dtype, padding blanked, and what is kept."""
-    for part, piece in zip(chunks(x.shape[2]), cut(x), strict=True):
+    for part, piece in zip(chunks(x.shape[2], size), cut(x, size), strict=True):
         kept = None if keep is None else keep[:, part]
         yield blank(piece.to(accumulator(x.dtype)), kept), kept
 
@@ -249,15 +261,29 @@ def not_finite(x: Tensor, *dims: int) -> Tensor:
 
 
 def _feature_moments(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (B, H, D) and covariance (B, H, D, D) of the kept tokens, and their number (B, 1)."""
-    count = _count(x, keep)
-    safe = count.clamp(min=1.0)[..., None]
-    mean = sum(_bounded(part).sum(dim=2) + not_finite(part, 2, 3)[..., 0] for part, _ in pieces(x, keep)) / safe
-    covariance = torch.zeros((), dtype=mean.dtype, device=mean.device)
-    for part, kept in pieces(x, keep):
-        centred = blank(_bounded(part) - mean[:, :, None], kept)
-        covariance = covariance + centred.mT @ centred
-    return mean, covariance / safe[..., None], count
+    """Mean (B, H, D) and covariance (B, H, D, D) of the kept tokens, and their number (B, 1).
+
+    One pass: each piece is centred around its own mean, and what the means of two pieces differ by is added when they
+    are put together (Chan, Golub and LeVeque), so nothing cancels.
+    """
+    found: tuple[Tensor, Tensor, Tensor] | None = None
+    for part, kept in pieces(x, keep, piece_tokens(*x.shape[:2], x.shape[3], device=x.device)):
+        new = _count(part, kept)[..., None]
+        bounded = _bounded(part)
+        new_mean = (bounded.sum(dim=2) + not_finite(part, 2, 3)[..., 0]) / new.clamp(min=1.0)
+        centred = blank(bounded.sub_(new_mean[:, :, None]), kept)
+        new_squares = centred.mT @ centred
+        if found is None:
+            found = new, new_mean, new_squares
+            continue
+        count, mean, squares = found
+        share = new / (count + new).clamp(min=1.0)
+        step = new_mean - mean
+        squares = torch.addcmul(squares + new_squares, step[..., None], (step * (count * share))[..., None, :])
+        found = count + new, mean + step * share, squares
+    assert found is not None
+    count, mean, squares = found
+    return mean, squares / count.clamp(min=1.0)[..., None], count[..., 0]
 
 
 def _entry_sigma(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -287,25 +313,33 @@ def _batch_moments(query: Tensor, key: Tensor, keep_query: Tensor | None, keep_k
 def _unbiased_sigma(x: Tensor, keep: Tensor | None) -> Tensor:
     """Standard deviation () of every entry of every kept token."""
     entries = _count(x, keep).sum() * x.shape[1] * x.shape[3]
-    mean = sum((_bounded(part) + not_finite(part, 2, 3)).sum() for part, _ in pieces(x, keep)) / entries.clamp(min=1.0)
-    squares = sum(blank(_bounded(part) - mean, kept).square().sum() for part, kept in pieces(x, keep))
+    size = piece_tokens(*x.shape[:2], x.shape[3], device=x.device)
+    total = sum(_bounded(part).sum() + not_finite(part, 0, 1, 2, 3).sum() for part, _ in pieces(x, keep, size))
+    mean = total / entries.clamp(min=1.0)
+    squares = sum(blank(_bounded(part) - mean, kept).square().sum() for part, kept in pieces(x, keep, size))
     return (squares / (entries - 1).clamp(min=1.0)).sqrt()
 
 
-def _entry_sums(x: Tensor, keep: Tensor | None) -> Tensor:
-    """Mean of the entries of each token, its square, and their variance, (B, H, N, 3); 0 for what is not kept."""
-    sums = []
-    for part, _ in pieces(x, keep):
-        bounded = _bounded(part)
-        mean = (bounded.mean(dim=-1) + not_finite(part, -1)[..., 0]).to(sum_dtype(x.device))
-        sums.append(torch.stack((mean, mean.square(), bounded.var(dim=-1, correction=0).to(mean.dtype)), dim=-1))
-    return torch.cat(sums, dim=2)
+def _entry_sums(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mean of the entries of each token, its square, and their variance, (B, H, tokens, 3); 0 for a blank one."""
+    bounded = _bounded(part)
+    mean = bounded.mean(dim=-1, keepdim=True)
+    within = (bounded - mean).square().mean(dim=-1).to(dtype)  # torch.var takes ten times as long
+    mean = (mean + not_finite(part, -1))[..., 0].to(dtype)
+    return torch.stack((mean, mean.square(), within), dim=-1)
 
 
-def _prefix_sigma(means: Tensor) -> Tensor:
-    """Standard deviation of all entries from the means (..., 3) of what `_entry_sums` gives."""
-    mean, square, within = means.unbind(dim=-1)
-    return (within + (square - mean.square()).clamp(min=0.0)).sqrt()
+def _prefix_sigmas(x: Tensor, keep: Tensor | None, sums: Tensor, tokens: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Standard deviation (B, H, N) of all entries up to each token, and the sums (B, H, 3) after the last one."""
+    size = piece_tokens(*x.shape[:2], x.shape[3], device=x.device)
+    sigmas = []
+    for (part, _), number in zip(pieces(x, keep, size), cut(tokens, size), strict=True):
+        steps = _entry_sums(part, sums.dtype).cumsum(dim=2)
+        running = sums[:, :, None] + (steps if groups == 1 else steps.repeat_interleave(groups, dim=1))
+        mean, square, within = (running / number).unbind(dim=-1)
+        sigmas.append((within + (square - mean.square()).clamp(min=0.0)).sqrt().to(accumulator(x.dtype)))
+        sums = running[:, :, -1]
+    return torch.cat(sigmas, dim=2), sums
 
 
 def _count(x: Tensor, keep: Tensor | None) -> Tensor:

@@ -1,260 +1,135 @@
-"""LLN attention in plain torch, linear in the number of tokens.
+"""LLN attention in plain torch, linear in the number of tokens, on any device.
 
 Everything rests on the two-softmax form of eq. 9. With a = alpha q, b = beta k and the log-mass of each feature
 L_l = logsumexp_j b_jl over the keys,
 
     A = softmax over features of (a + L)      B = softmax over keys of b      out = A (Bᵀ V)
 
-All that is ever kept of a set of keys is its `Memory`: the log-mass L and the mean values S = Bᵀ V that its features
-point to. Both are bounded by what was put in, no epsilon is needed and nothing overflows, however long the sequence.
+No epsilon is needed and nothing overflows, however long the sequence. Tokens pass through in pieces, so that beside
+inputs, output and gradients only a piece's worth is in memory; the backward pass computes A and B again.
 
-Shapes: B batch, H heads, N queries, M keys, D features of a head, V value width; n chunks of C tokens. Tensors are in
-the accumulator's dtype inside, at least float32; `alpha` and `beta` broadcast to (B, H, tokens, 1).
+Here is full attention; causal attention is in `causal`, the block-diagonal companion in `blocks`, and what is kept of
+the keys in `memory`.
+
+Shapes: B batch, H heads, N queries, M keys, D features of a head, V value width.
 """
 
-from collections.abc import Iterator
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from lln import moments
-from lln.masks import blank, front_order, kept_tokens, take_tokens
-from lln.moments import accumulator, chunks, cut, not_finite, pieces
+from lln.kernels.blocks import block_diagonal_attention
+from lln.kernels.causal import CAUSAL_CHUNK, causal_attention
+from lln.kernels.memory import (
+    Memory,
+    absent,
+    add_scale_gradient,
+    collect,
+    empty_memory,
+    merge,
+    recall,
+    remember,
+    repeat_heads,
+    scaled_queries,
+    scales,
+    size_of_pieces,
+    sum_groups,
+    weighted_keys,
+)
+from lln.kernels.recompute import Attention, Inputs, Tensors
+from lln.masks import blank
+from lln.moments import chunks, cut, in_full_precision, pieces
 
-# Tokens that a causal chunk handles with one matrix product; a power of two.
-CAUSAL_CHUNK = 64
-
-
-class Memory(NamedTuple):
-    """What is kept of a set of keys and values."""
-
-    mass: Tensor  # (B, H, D) L, the log of the summed exp(b)
-    values: Tensor  # (B, H, D, V) S, for each feature the mean value under softmax(b)
-
-
-def absent(dtype: torch.dtype) -> float:
-    """The b of a key that is not there: below every other, yet finite, so that differences of two are not NaN."""
-    return torch.finfo(dtype).min / 2
-
-
-def empty_memory(batch: int, heads: int, head_dim: int, value_dim: int, like: Tensor) -> Memory:
-    dtype = accumulator(like.dtype)
-    mass = torch.full((batch, heads, head_dim), absent(dtype), dtype=dtype, device=like.device)
-    return Memory(mass, torch.zeros(batch, heads, head_dim, value_dim, dtype=dtype, device=like.device))
-
-
-def merge(first: Memory, second: Memory) -> Memory:
-    """The memory of two sets of keys together."""
-    mass = log_add(first.mass, second.mass)
-    first_share, second_share = (first.mass - mass).exp()[..., None], (second.mass - mass).exp()[..., None]
-    return Memory(mass, first.values * first_share + second.values * second_share)
-
-
-def log_add(x: Tensor, y: Tensor) -> Tensor:
-    """log(exp(x) + exp(y)), differentiable twice also where one is absent (torch.logaddexp gives NaN there)."""
-    return torch.logsumexp(torch.stack((x, y)), dim=0)
-
-
-def remember(key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, *, heads: int) -> Memory:
-    """The memory of all kept keys, piece by piece."""
-    memory: Memory | None = None
-    for b, v in _weighted_keys(key, value, beta, keep, heads):
-        part = Memory(torch.logsumexp(b, dim=2), torch.softmax(b, dim=2).mT @ v)
-        memory = part if memory is None else merge(memory, part)
-    assert memory is not None
-    return memory
-
-
-def recall(query: Tensor, alpha: Tensor, memory: Memory) -> Tensor:
-    """out = softmax(alpha q + L) S, piece by piece."""
-    mass, values = memory.mass[:, :, None], memory.values
-    parts = (torch.softmax(a + mass, dim=-1) @ values for a in _weighted_queries(query, alpha))
-    return collect(parts, query, values.shape[3])
+__all__ = [
+    "CAUSAL_CHUNK",
+    "Memory",
+    "absent",
+    "block_diagonal_attention",
+    "causal_attention",
+    "collect",
+    "empty_memory",
+    "full_attention",
+    "merge",
+    "recall",
+    "remember",
+]
 
 
 def full_attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, keep: Tensor | None
 ) -> Tensor:
     """LLN attention of every query to every kept key."""
-    return recall(query, alpha, remember(key, value, beta, keep, heads=query.shape[1]))
+    return _FULL(query, key, value, alpha, beta, keep)[0]
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, keep: Tensor | None, memory: Memory
-) -> tuple[Tensor, Memory]:
-    """LLN attention of every query to the memory and to the kept keys up to its own, and the memory after the last."""
-
-    def parts() -> Iterator[Tensor]:
-        nonlocal memory
-        queries = _weighted_queries(query, alpha)
-        for a, (b, v) in zip(queries, _weighted_keys(key, value, beta, keep, query.shape[1]), strict=True):
-            output, memory = _causal_segment(a, b, v, memory)
-            yield output
-
-    return collect(parts(), query, value.shape[3]), memory
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, keep: Tensor | None
+) -> tuple[Tensors, Tensors]:
+    memory = remember(key, value, beta, keep, heads=query.shape[1])
+    return (recall(query, alpha, memory),), memory
 
 
-def block_diagonal_attention(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool
-) -> Tensor:
-    """Softmax attention inside consecutive blocks of kept tokens.
+@in_full_precision
+def _gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    keep: Tensor | None,
+    *,
+    memory: Memory,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value, alpha and beta.
 
-    Blocks count kept tokens only, so that padding on the left, on the right or in between moves no block boundary;
-    a token that is not kept lies in no block and gets zeros.
+    Through A and S = Bᵀ V, with g the gradient of the output:
+
+        da = A * (g Sᵀ - rowsum)       dS = Aᵀ g       dL = sum over queries of da
+        db = B * (V dSᵀ + dL - sum over V of S * dS)   dV = B dS
+
+    where rowsum makes each row of da sum to zero; in db, the sum over keys of B * (V dSᵀ) is the sum over V of S * dS.
     """
-    if keep is None:
-        return collect(_blocks(query, key, value, None, block_size, is_causal), query, value.shape[3])
-    order = front_order(keep)
-    query, key, value = (take_tokens(x, order) for x in (query, key, value))
-    parts = _blocks(query, key, value, keep.gather(1, order), block_size, is_causal)
-    output = collect(parts, query, value.shape[3])
-    return blank(take_tokens(output, order.argsort(dim=1)), keep)
+    heads = query.shape[1]
+    mass, values = memory.mass[:, :, None], memory.values
+    d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))
+    d_alpha, d_beta = (torch.zeros_like(x) for x in (alpha, beta))
+    d_values, d_mass = torch.zeros_like(values), torch.zeros_like(mass)
 
+    size = size_of_pieces(query, value, heads)
+    tokens = chunks(query.shape[2], size)
+    rows = zip(tokens, scaled_queries(query, alpha, size), cut(gradient, size), strict=True)
+    for part, (q, scale), g in rows:
+        g = g.to(values.dtype)
+        A = torch.softmax(torch.addcmul(mass, q, scale), dim=-1)
+        d_values += A.mT @ g
+        da = (g @ values.mT).mul_(A)
+        da.addcmul_(A, da.sum(dim=-1, keepdim=True), value=-1)
+        d_mass += da.sum(dim=2, keepdim=True)
+        if wanted[3]:
+            add_scale_gradient(d_alpha, da, q, part, query.shape[2])
+        d_query[:, :, part] = da.mul_(scale)
 
-def collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
-    """The pieces of an output one after the other.
-
-    Without gradients they are written where they belong, because a list of them would take the output's memory twice;
-    with gradients they are joined, because the gradient of each write would be as large as the output.
-    """
-    first = next(parts)
-    if first.shape[2] == query.shape[2]:
-        return first
-    if first.requires_grad:
-        return torch.cat((first, *parts), dim=2)
-    output = first.new_empty(*query.shape[:3], width)
-    end = 0
-    for part in chain((first,), parts):
-        start, end = end, end + part.shape[2]
-        output[:, :, start:end] = part
-    return output
-
-
-def _weighted_queries(query: Tensor, alpha: Tensor) -> Iterator[Tensor]:
-    """a = alpha q in pieces."""
-    for piece, scale in zip(cut(query), _scales(alpha, query), strict=True):
-        q = piece.to(accumulator(query.dtype))
-        yield q * (scale + not_finite(q, -1))
-
-
-def _weighted_keys(
-    key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, heads: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """b = beta k and the values in pieces, for every query head, with padding absent."""
+    shift = d_mass - (values * d_values).sum(dim=-1)[:, :, None]
     groups = heads // key.shape[1]
-    for (k, kept), (v, _), scale in zip(pieces(key, keep), pieces(value, keep), _scales(beta, key), strict=True):
-        b = _repeat(k, groups) * (scale + _repeat(not_finite(k, -1), groups))
-        yield blank(b, kept, absent(b.dtype)), _repeat(v, groups)
+    size = size_of_pieces(key, value, heads)
+    keys = weighted_keys(key, value, beta, keep, heads, size)
+    columns = zip(chunks(key.shape[2], size), keys, pieces(key, keep, size), scales(beta, key, size), strict=True)
+    for part, (b, v), (k, kept), scale in columns:
+        B = b.sub_(mass).exp_()
+        d_value[:, :, part] = blank(sum_groups(B @ d_values, groups), kept)
+        db = (v @ d_values.mT).add_(shift).mul_(B)
+        if wanted[4]:
+            add_scale_gradient(d_beta, blank(db, kept), repeat_heads(k, groups), part, key.shape[2])
+        d_key[:, :, part] = blank(sum_groups(db.mul_(scale), groups), kept)
+    return d_query, d_key, d_value, d_alpha, d_beta
 
 
-def _scales(scale: Tensor, tokens: Tensor) -> Iterator[Tensor]:
-    """alpha or beta for each piece of the tokens."""
-    return iter(cut(scale)) if scale.shape[2] == tokens.shape[2] else (scale for _ in chunks(tokens.shape[2]))
+def _backward(inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Sequence[bool]) -> Sequence[Tensor | None]:
+    found = _gradients(gradients[0], *inputs, memory=Memory(*others), wanted=wanted)
+    return *(x if is_wanted else None for x, is_wanted in zip(found, wanted[:5], strict=True)), None
 
 
-def _repeat(x: Tensor, groups: int) -> Tensor:
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
-
-
-def _causal_segment(a: Tensor, b: Tensor, v: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-    """Causal attention in chunks: what came before a chunk through the memory at its start, the rest pair by pair.
-
-    P_ij = sum_l A_il exp(b_jl - L_il) for j <= i, where L_i is the log-mass up to token i. To make matrix products of
-    it, exp(b_j - L_i) must be split at some reference r as exp(b_j - r) exp(r - L_i). With r the log-mass at any point
-    between j and i both factors are at most 1, whatever comes later in the sequence; so each chunk is halved again and
-    again, and the queries of a right half meet the keys of its left half with the log-mass between them as reference.
-    """
-    tokens = a.shape[2]
-    size = 1
-    while size < min(tokens, CAUSAL_CHUNK):
-        size *= 2
-    a, v, b = _cut(a, size), _cut(v, size), _cut(b, size, absent(b.dtype))  # (B, H, n, C, D)
-
-    within = _running_mass(b)
-    chunk_memory = Memory(within[..., -1, :], torch.softmax(b, dim=3).mT @ v)
-    first = Memory(*(x[:, :, None] for x in memory))
-    before = _running_merge(Memory(*(torch.cat(pair, dim=2) for pair in zip(first, chunk_memory, strict=True))))
-    start = Memory(*(x[:, :, :-1] for x in before))
-
-    mass = log_add(start.mass[..., None, :].expand_as(within), within)
-    A = torch.softmax(a + mass, dim=-1)
-    output = (A * (start.mass[..., None, :] - mass).exp()) @ start.values
-    output = output + (A * (b - mass).exp()).sum(dim=-1, keepdim=True) * v  # a token and itself
-    half = 1
-    while half < size:
-        A_right, mass_right = (_halves(x, half)[1] for x in (A, mass))
-        b_left, v_left, mass_left = (_halves(x, half)[0] for x in (b, v, mass))
-        between = mass_left[..., -1:, :]
-        weights = (A_right * (between - mass_right).exp()) @ (b_left - between).exp().mT
-        gained = weights @ v_left
-        output = output + _join_halves(torch.zeros_like(gained), gained)
-        half *= 2
-    return _uncut(output, tokens), Memory(*(x[:, :, -1] for x in before))
-
-
-def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """Tokens (B, H, tokens, features) in pieces (B, H, n, size, features), the last one filled up."""
-    batch, heads, tokens, features = x.shape
-    number = (tokens + size - 1) // size
-    return pad(x, (0, 0, 0, number * size - tokens), value=fill).reshape(batch, heads, number, size, features)
-
-
-def _uncut(x: Tensor, tokens: int) -> Tensor:
-    """The first tokens of pieces; a slice would make a compiler ask whether the last piece was full."""
-    return pad(x.flatten(2, 3), (0, 0, 0, tokens - x.shape[2] * x.shape[3]))
-
-
-def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Left and right halves (B, H, n, C / 2h, h, features) of the pieces of 2h tokens in each chunk."""
-    batch, heads, number, size, features = x.shape
-    left, right = x.reshape(batch, heads, number, size // (2 * half), 2, half, features).unbind(dim=4)
-    return left, right
-
-
-def _join_halves(left: Tensor, right: Tensor) -> Tensor:
-    return torch.stack((left, right), dim=4).flatten(3, 5)
-
-
-def _running_mass(b: Tensor) -> Tensor:
-    """logsumexp of b over the tokens of a chunk up to each one (torch.logcumsumexp does not differentiate twice)."""
-    half = 1
-    while half < b.shape[3]:
-        left, right = _halves(b, half)
-        b = _join_halves(left, log_add(right, left[..., -1:, :].expand_as(right)))
-        half *= 2
-    return b
-
-
-def _running_merge(memory: Memory) -> Memory:
-    """Memories (B, H, n, ...) merged with all that stand before them, in log2(n) steps."""
-    shift = 1
-    while shift < memory.mass.shape[2]:
-        earlier, later = Memory(*(x[:, :, :-shift] for x in memory)), Memory(*(x[:, :, shift:] for x in memory))
-        merged = merge(earlier, later)
-        memory = Memory(*(torch.cat((x[:, :, :shift], y), dim=2) for x, y in zip(memory, merged, strict=True)))
-        shift *= 2
-    return memory
-
-
-def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, is_causal: bool
-) -> Iterator[Tensor]:
-    """Attention inside blocks, piece by piece."""
-    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
-    if tokens < block_size:
-        block_size = tokens
-    size = max(block_size, moments.CHUNK_TOKENS // block_size * block_size)
-    for part, *parts in zip(chunks(tokens, size), *(cut(x, size) for x in (query, key, value)), strict=True):
-        kept = None if keep is None else keep[:, part]
-        q, k, v = (x.to(accumulator(x.dtype)) for x in parts)
-        real = kept_tokens(kept, q)
-        q, k, v = (_cut(x, block_size) for x in (q, _repeat(blank(k, kept), groups), _repeat(blank(v, kept), groups)))
-        allowed = _cut(real[:, None, :, None], block_size).mT  # (B, 1, n, 1, C)
-        if is_causal:
-            allowed = allowed & torch.ones(block_size, block_size, dtype=torch.bool, device=q.device).tril()
-        scores = (q * query.shape[3] ** -0.5) @ k.mT
-        weights = torch.softmax(scores.masked_fill(~allowed, absent(scores.dtype)), dim=-1)
-        yield _uncut(weights @ v, real.shape[1])
+_FULL = Attention(traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward)

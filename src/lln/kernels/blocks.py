@@ -1,0 +1,171 @@
+"""Softmax attention inside consecutive blocks of kept tokens, the companion of LLN attention for what is near.
+
+Blocks count kept tokens only, so that padding on the left, on the right or in between moves no block boundary: kept
+tokens are moved to the front and back again. A token that is not kept lies in no block and gets zeros.
+
+Shapes: B batch, H heads, D features of a head; n blocks of C tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from lln.kernels.memory import absent, repeat_heads, sum_groups
+from lln.kernels.recompute import Attention, Inputs, Tensors
+from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.moments import accumulator, chunks, in_full_precision, piece_tokens
+
+
+def block_diagonal_attention(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool
+) -> Tensor:
+    """Softmax attention inside consecutive blocks of kept tokens."""
+    if query.shape[2] < block_size:
+        block_size = query.shape[2]
+    options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
+    attention = Attention(partial(_traced, **options), partial(_forward, **options), partial(_backward, **options))
+    return attention(query, key, value, keep)[0]
+
+
+def cut_blocks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """Tokens (B, H, tokens, features) in blocks (B, H, n, size, features), the last one filled up."""
+    batch, heads, tokens, features = x.shape
+    number = (tokens + size - 1) // size
+    return pad(x, (0, 0, 0, number * size - tokens), value=fill).reshape(batch, heads, number, size, features)
+
+
+def join_blocks(x: Tensor, tokens: int) -> Tensor:
+    """The first tokens of blocks; a slice would make a compiler ask whether the last block was full."""
+    return pad(x.flatten(2, 3), (0, 0, 0, tokens - x.shape[2] * x.shape[3]))
+
+
+def _traced(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool
+) -> Tensors:
+    """All blocks at once."""
+    tokens = query.shape[2]
+    order = None if keep is None else front_order(keep)
+    if order is not None and keep is not None:
+        query, key, value = (take_tokens(x, order) for x in (query, key, value))
+        keep = keep.gather(1, order)
+    q, k, v = _in_accumulator(query, key, value, keep)
+    q, k, v = (cut_blocks(x, block_size) for x in (q, k, v))
+    allowed = cut_blocks(kept_tokens(keep, query)[:, None, :, None], block_size).mT  # (B, 1, n, 1, C)
+    output = join_blocks(_weights(q, k, allowed, is_causal) @ v, tokens)
+    if order is None or keep is None:
+        return (output,)
+    return (take_tokens(blank(output, keep), order.argsort(dim=1)),)
+
+
+def _weights(q: Tensor, k: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
+    """The attention matrices of blocks q and k (..., C, D) to the keys that are allowed (..., 1, C)."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    if is_causal:
+        past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        allowed = past if allowed is None else allowed & past
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, absent(scores.dtype))
+    return torch.softmax(scores, dim=-1)
+
+
+def _in_accumulator(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    groups, dtype = query.shape[1] // key.shape[1], accumulator(query.dtype)
+    q, k, v = (blank(x.to(dtype), keep) for x in (query, key, value))
+    return q, repeat_heads(k, groups), repeat_heads(v, groups)
+
+
+class _Part:
+    """Some blocks of the kept tokens: where to read them, and where what comes of them belongs."""
+
+    def __init__(self, part: slice, order: Tensor | None, keep: Tensor | None) -> None:
+        self.part = part
+        self.order = None if order is None else order[:, part]
+        self.keep = None if keep is None or self.order is None else keep.gather(1, self.order)
+
+    def read(self, x: Tensor) -> Tensor:
+        return x[:, :, self.part] if self.order is None else take_tokens(x, self.order)
+
+    def write(self, target: Tensor, x: Tensor) -> None:
+        if self.order is None:
+            target[:, :, self.part] = x
+        else:
+            index = self.order[:, None, :, None].expand_as(x)
+            target.scatter_(2, index, blank(x, self.keep).to(target.dtype))
+
+
+def _parts(like: Tensor, keep: Tensor | None, *, block_size: int, width: int) -> Iterator[_Part]:
+    """Whole blocks, as many at a time as fit into a piece of `width` entries a token, then the rest of the tokens."""
+    tokens = like.shape[2]
+    size = max(1, piece_tokens(*like.shape[:2], width, device=like.device) // block_size) * block_size
+    order = None if keep is None else front_order(keep)
+    whole = tokens // block_size * block_size
+    for part in chunks(whole, size) if whole else ():
+        yield _Part(part, order, keep)
+    if whole < tokens:
+        yield _Part(slice(whole, tokens), order, keep)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool
+) -> tuple[Tensors, Tensors]:
+    output = query.new_empty(*query.shape[:3], value.shape[3], dtype=accumulator(query.dtype))
+    for part in _parts(query, keep, block_size=block_size, width=max(query.shape[3], value.shape[3])):
+        q, k, v = _in_accumulator(part.read(query), part.read(key), part.read(value), part.keep)
+        size = min(block_size, q.shape[2])
+        mask = None
+        if part.keep is not None and not is_causal:  # in causal blocks what is not kept comes after all that is
+            mask = torch.zeros_like(part.keep, dtype=q.dtype).masked_fill_(~part.keep, absent(q.dtype))
+            mask = mask[:, None, :, None].expand(-1, q.shape[1], -1, -1).reshape(q.shape[0], -1, size, 1).mT
+        shape = q.shape[:3]
+        q, k, v = (x.reshape(x.shape[0], -1, size, x.shape[3]) for x in (q, k, v))
+        part.write(output, scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal).view(*shape, -1))
+    return (output,), ()
+
+
+@in_full_precision
+def _gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor | None,
+    *,
+    block_size: int,
+    is_causal: bool,
+) -> Tensors:
+    """The gradients of query, key and value, from the attention matrices P computed once more.
+
+    dS = P * (g Vᵀ - rowsum) with rowsum such that each row of dS sums to zero; dq = dS k, dk = dSᵀ q, dV = Pᵀ g.
+    """
+    groups, scale = query.shape[1] // key.shape[1], query.shape[3] ** -0.5
+    found = [torch.empty_like(x) for x in (query, key, value)]
+    for part in _parts(query, keep, block_size=block_size, width=max(query.shape[3], value.shape[3], block_size)):
+        q, k, v = _in_accumulator(part.read(query), part.read(key), part.read(value), part.keep)
+        g = blank(part.read(gradient).to(q.dtype), part.keep)
+        size = min(block_size, q.shape[2])
+        q, k, v, g = (torch.unflatten(x, 2, (-1, size)) for x in (q, k, v, g))
+        allowed = None if part.keep is None else torch.unflatten(part.keep, 1, (-1, size))[:, None, :, None]
+        P = _weights(q, k, allowed, is_causal)
+        d_value = P.mT @ g
+        d_scores = (g @ v.mT).mul_(P)
+        d_scores.addcmul_(P, d_scores.sum(dim=-1, keepdim=True), value=-1).mul_(scale)
+        for target, x in zip(found, (d_scores @ k, d_scores.mT @ q, d_value), strict=True):
+            x = x.flatten(2, 3)
+            part.write(target, x if target is found[0] else sum_groups(x, groups))
+    return tuple(found)
+
+
+def _backward(
+    inputs: Inputs,
+    others: Tensors,
+    gradients: Tensors,
+    wanted: Sequence[bool],
+    *,
+    block_size: int,
+    is_causal: bool,
+) -> Sequence[Tensor | None]:
+    return *_gradients(gradients[0], *inputs, block_size=block_size, is_causal=is_causal), None

@@ -1,0 +1,289 @@
+"""Causal LLN attention: every query sees the memory of what came before and the keys up to its own.
+
+P_ij is proportional to sum_l exp(a_il + b_jl) over the keys j <= i. To make matrix products of it the exponential has
+to be split, exp(a_i + m_i) exp(b_j - m_i), at a reference m_i that keeps both factors from overflowing whatever comes
+later in the sequence: the largest b up to token i. With e_j = exp(b_j - m_j) and the decay d_i = exp(m_(i-1) - m_i),
+
+    exp(b_j - m_i) = e_j d_(j+1) ... d_i
+
+is a product of factors that are at most 1. So tokens are joined to blocks, and blocks to blocks of twice the size: the
+e_j of a block reach to its end, f_i = exp(a_i + m_i) d_i d_(i-1) ... to its start, and the queries of a right half meet
+the keys of the left half in a matrix product f eᵀ. Joining multiplies by a decay and takes no exponential. m and d are
+constants to autograd, because they cancel.
+
+Shapes: B batch, H heads, D features of a head, V value width; n chunks of C tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lln.kernels.blocks import cut_blocks, join_blocks
+from lln.kernels.memory import (
+    Memory,
+    absent,
+    add_scale_gradient,
+    collect,
+    minus_infinity,
+    repeat_heads,
+    scaled_queries,
+    scales,
+    size_of_pieces,
+    sum_groups,
+    weighted_keys,
+)
+from lln.kernels.recompute import Attention, Inputs, Tensors
+from lln.masks import blank
+from lln.moments import chunks, in_full_precision
+
+# Tokens that a causal chunk handles with one matrix product; a power of two.
+CAUSAL_CHUNK = 64
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, keep: Tensor | None, memory: Memory
+) -> tuple[Tensor, Memory]:
+    """LLN attention of every query to the memory and to the kept keys up to its own, and the memory after the last."""
+    output, mass, values = _CAUSAL(query, key, value, alpha, beta, keep, *memory)
+    return output, Memory(mass, values)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    keep: Tensor | None,
+    mass: Tensor,
+    values: Tensor,
+) -> tuple[Tensors, Tensors]:
+    """Output and memory, and the memories that each piece started from."""
+    size = size_of_pieces(query, value, query.shape[1])
+    starts: list[Tensor] = []
+    memory = Memory(mass, values)
+
+    def parts() -> Iterator[Tensor]:
+        nonlocal memory
+        keys = weighted_keys(key, value, beta, keep, query.shape[1], size)
+        for (q, scale), (b, v) in zip(scaled_queries(query, alpha, size), keys, strict=True):
+            starts.extend(memory)
+            output, memory = _segment(q * scale, b, v, memory)
+            yield output
+
+    return (collect(parts(), query, value.shape[3]), *memory), tuple(starts)
+
+
+def _segment(a: Tensor, b: Tensor, v: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    """Causal attention of queries a to keys b and values v and to the memory before them, and the memory after."""
+    factors, v = _Factors(a, b, memory), cut_blocks(v, _chunk(a))
+    output, total, weight, sums = _attend(factors, v, memory)
+    after = Memory(factors.highest[:, :, -1] + weight[:, :, -1].log(), sums[:, :, -1] / weight[:, :, -1, :, None])
+    return join_blocks(output / total, a.shape[2]), after
+
+
+def _chunk(a: Tensor) -> int:
+    size = 1
+    while size < min(a.shape[2], CAUSAL_CHUNK):
+        size *= 2
+    return size
+
+
+class _Factors:
+    """f, e and the decay (B, H, n, C / size, D) of blocks of some size, at first of one token."""
+
+    def __init__(self, a: Tensor, b: Tensor, memory: Memory) -> None:
+        self.in_place = not any(x.requires_grad for x in (a, b, *memory))
+        size = _chunk(a)
+        a, b = cut_blocks(a, size), cut_blocks(b, size, absent(b.dtype))
+        # The largest b up to each token, and before each chunk (and after the last).
+        highest, self.highest = _references(b.detach(), memory.mass.detach())
+        self.decay = (torch.cat((self.highest[:, :, :-1, None], highest[..., :-1, :]), dim=3) - highest).exp()
+        self.e = (b - highest).exp() + minus_infinity(b, -1)
+        a = a + highest
+        f = (a - a.detach().amax(dim=-1, keepdim=True)).exp()
+        self.own = f * self.e  # what a token sees of itself
+        self.f = f * self.decay
+
+    def levels(self) -> Iterator[int]:
+        """Half the size of blocks while they are joined, until they are chunks."""
+        half = 1
+        while half < self.f.shape[3]:
+            yield half
+            left, right = torch.unflatten(self.decay, 3, (-1, 2)).unbind(dim=4)
+            self.f = self._scale(self.f, half, 1, left[..., None, :])
+            self.e = self._scale(self.e, half, 0, right[..., None, :])
+            self.decay = left * right
+            half *= 2
+
+    def _scale(self, x: Tensor, half: int, side: int, factor: Tensor) -> Tensor:
+        halves = list(_halves(x, half))
+        if self.in_place:
+            halves[side].mul_(factor)
+            return x
+        halves[side] = halves[side] * factor
+        return torch.stack(halves, dim=4).flatten(3, 5)
+
+
+def _attend(factors: _Factors, v: Tensor, memory: Memory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of weighted values (B, H, n, C, V) and of weights for each token, and both before each chunk (and after)."""
+    total = factors.own.sum(dim=-1, keepdim=True)
+    output = total * v
+    for half in factors.levels():
+        f_right, e_left, v_left = _halves(factors.f, half)[1], _halves(factors.e, half)[0], _halves(v, half)[0]
+        weights = _product(f_right, e_left)
+        output = _add_right(output, half, _mix(weights, v_left))
+        total = _add_right(total, half, weights.sum(dim=-1, keepdim=True))
+    f, e = factors.f, factors.e
+    first = (memory.mass - memory.mass.detach()).exp()[:, :, None]  # 1, with a gradient
+    weight = torch.cat((first, e.sum(dim=3)), dim=2)
+    sums = torch.cat((first[..., None] * memory.values[:, :, None], e.mT @ v), dim=2)
+    weight, sums = _running_sums(weight, sums, _decay_after(first, factors.decay))
+    output = output + f @ sums[:, :, :-1]
+    total = total + (f * weight[:, :, :-1, None]).sum(dim=-1, keepdim=True)
+    return output, total, weight, sums
+
+
+def _decay_after(first: Tensor, decay: Tensor) -> Tensor:
+    return torch.cat((torch.ones_like(first), decay[..., 0, :]), dim=2)
+
+
+def _segment_gradients(
+    g: Tensor, a: Tensor, b: Tensor, v: Tensor, memory: Memory, after: Memory
+) -> tuple[Tensor, Tensor, Tensor, Memory]:
+    """The gradients of a, b, v and memory, from those of the output and of the memory after.
+
+    A weight W_ij = f_i . e_j has the gradient (g_i . v_j - g_i . out_i) / total_i, and hands it on to a_i and b_j as a
+    factor of f_i * e_j, wherever i and j meet: at themselves, at each level, and through the sums before a chunk.
+    """
+    tokens, v = a.shape[2], cut_blocks(v, _chunk(a))
+    factors, again = _Factors(a, b, memory), _Factors(a, b, memory)
+    output, total, weight, sums = _attend(factors, v, memory)
+    g = cut_blocks(g, v.shape[3]) / total
+    r = (g * output).sum(dim=-1, keepdim=True) / total
+
+    f, e = factors.f, factors.e
+    last = weight[:, :, -1, :, None]
+    d_sums = torch.cat((f.mT @ g, (after.values / last)[:, :, None]), dim=2)
+    mean = sums[:, :, -1] / last
+    d_last = (after.mass - (after.values * mean).sum(dim=-1)) / last[..., 0]
+    d_weight = torch.cat((-(f * r).sum(dim=3), d_last[:, :, None]), dim=2)
+    decay = _decay_after(d_last[:, :, None], factors.decay.flip(2))
+    d_weight, d_sums = (x.flip(2) for x in _running_sums(d_weight.flip(2), d_sums.flip(2), decay))
+    da = (g @ sums[:, :, :-1].mT).addcmul_(r, weight[:, :, :-1, None], value=-1).mul_(f)
+    dv = e @ d_sums[:, :, 1:]
+    db = (v @ d_sums[:, :, 1:].mT).add_(d_weight[:, :, 1:, None]).mul_(e)
+    start = Memory((d_sums[:, :, 0] * memory.values).sum(dim=-1) + d_weight[:, :, 0], d_sums[:, :, 0])
+
+    own = again.own
+    dv.addcmul_(own.sum(dim=-1, keepdim=True), g)
+    own.mul_((g * v).sum(dim=-1, keepdim=True) - r)
+    da, db = da.add_(own), db.add_(own)
+    for half in again.levels():
+        f_right, g_right, r_right, da_right = (_halves(x, half)[1] for x in (again.f, g, r, da))
+        e_left, v_left, db_left, dv_left = (_halves(x, half)[0] for x in (again.e, v, db, dv))
+        dv_left += _mix(_product(f_right, e_left).mT, g_right)
+        d_weights = _product(g_right, v_left).sub_(r_right)
+        da_right.addcmul_(_mix(d_weights, e_left), f_right)
+        db_left.addcmul_(_mix(d_weights.mT, f_right), e_left)
+    da, db, dv = (x.flatten(2, 3)[:, :, :tokens] for x in (da, db, dv))
+    return da, db, dv, start
+
+
+def _references(b: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of b and the mass up to each token (B, H, n, C, D), and before each chunk and after the last one."""
+    highest = b.clone()
+    half = 1
+    while half < b.shape[3]:
+        left, right = _halves(highest, half)
+        right.copy_(torch.maximum(right, left[..., -1:, :]))
+        half *= 2
+    before = torch.cat((mass[:, :, None], highest[..., -1, :]), dim=2)
+    shift = 1
+    while shift < before.shape[2]:
+        before = torch.cat((before[:, :, :shift], torch.maximum(before[:, :, shift:], before[:, :, :-shift])), dim=2)
+        shift *= 2
+    return torch.maximum(highest, before[:, :, :-1, None]), before
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Left and right halves (B, H, n, C / 2h, h, features) of the blocks of 2h tokens in each chunk."""
+    left, right = torch.unflatten(x, 3, (-1, 2, half)).unbind(dim=4)
+    return left, right
+
+
+def _add_right(x: Tensor, half: int, gained: Tensor) -> Tensor:
+    """`x` with `gained` added to the right halves of its blocks."""
+    left, right = _halves(x, half)
+    if x.requires_grad or gained.requires_grad:
+        return torch.stack((left, right + gained), dim=4).flatten(3, 5)
+    right += gained
+    return x
+
+
+def _product(f: Tensor, e: Tensor) -> Tensor:
+    """f eᵀ; matrices of one or two rows are multiplied one entry at a time, which is quicker."""
+    return f @ e.mT if f.shape[-2] > 2 else (f[..., :, None, :] * e[..., None, :, :]).sum(dim=-1)
+
+
+def _mix(weights: Tensor, v: Tensor) -> Tensor:
+    return weights @ v if v.shape[-2] > 2 else (weights[..., None] * v[..., None, :, :]).sum(dim=-2)
+
+
+def _running_sums(weight: Tensor, sums: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (B, H, n, D) and sums (B, H, n, D, V), to each of which all before it are added, decayed."""
+    shift = 1
+    while shift < weight.shape[2]:
+        later = decay[:, :, shift:]
+        weight = torch.cat((weight[:, :, :shift], weight[:, :, shift:] + weight[:, :, :-shift] * later), dim=2)
+        sums = torch.cat((sums[:, :, :shift], sums[:, :, shift:] + sums[:, :, :-shift] * later[..., None]), dim=2)
+        decay = torch.cat((decay[:, :, :shift], decay[:, :, :-shift] * later), dim=2)
+        shift *= 2
+    return weight, sums
+
+
+@in_full_precision
+def _gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    keep: Tensor | None,
+    *,
+    starts: Tensors,
+    after: Memory,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value, alpha, beta and memory, piece by piece from the last one to the first."""
+    heads, tokens = query.shape[1], query.shape[2]
+    groups, size = heads // key.shape[1], size_of_pieces(query, value, query.shape[1])
+    d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))
+    d_alpha, d_beta = (torch.zeros_like(x) for x in (alpha, beta))
+    alphas, betas = list(scales(alpha, query, size)), list(scales(beta, key, size))
+    for i, part in reversed(list(enumerate(chunks(tokens, size)))):
+        memory = Memory(*starts[2 * i : 2 * i + 2])
+        kept = None if keep is None else keep[:, part]
+        ((q, scale),) = scaled_queries(query[:, :, part], alphas[i], tokens)
+        ((b, v),) = weighted_keys(key[:, :, part], value[:, :, part], betas[i], kept, heads, tokens)
+        da, db, dv, after = _segment_gradients(gradient[:, :, part].to(v.dtype), q * scale, b, v, memory, after)
+        db = blank(db, kept)
+        if wanted[3]:
+            add_scale_gradient(d_alpha, da, q, part, tokens)
+        if wanted[4]:
+            k = blank(key[:, :, part].to(db.dtype), kept)
+            add_scale_gradient(d_beta, db, repeat_heads(k, groups), part, tokens)
+        d_query[:, :, part] = da * scale
+        d_key[:, :, part] = sum_groups(db * betas[i], groups)
+        d_value[:, :, part] = sum_groups(blank(dv, kept), groups)
+    return d_query, d_key, d_value, d_alpha, d_beta, *after
+
+
+def _backward(inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Sequence[bool]) -> Sequence[Tensor | None]:
+    found = iter(_gradients(gradients[0], *inputs[:6], starts=others, after=Memory(*gradients[1:]), wanted=wanted))
+    return [None if i == 5 else next(found) for i in range(len(inputs))]
+
+
+_CAUSAL = Attention(traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward)

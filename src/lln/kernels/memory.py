@@ -1,0 +1,142 @@
+"""What linear attention keeps of a set of keys, and how tokens come to it: in pieces, scaled, with padding absent.
+
+With b = beta k and the log-mass of each feature L_l = logsumexp_j b_jl over the keys, all that is ever kept of them is
+L and the mean values S = softmax over keys of (b)ᵀ V that the features point to. Both are bounded by what was put in.
+
+Shapes: B batch, H heads, D features of a head, V value width. Tensors are in the accumulator's dtype, at least float32;
+`alpha` and `beta` broadcast to (B, H, tokens, 1).
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.masks import blank
+from lln.moments import accumulator, chunks, cut, piece_tokens, pieces
+
+
+class Memory(NamedTuple):
+    """What is kept of a set of keys and values."""
+
+    mass: Tensor  # (B, H, D) L, the log of the summed exp(b)
+    values: Tensor  # (B, H, D, V) S, for each feature the mean value under softmax(b)
+
+
+def absent(dtype: torch.dtype) -> float:
+    """The b of a key that is not there: below every other, yet finite, so that differences of two are not NaN."""
+    return torch.finfo(dtype).min / 2
+
+
+def empty_memory(batch: int, heads: int, head_dim: int, value_dim: int, like: Tensor) -> Memory:
+    dtype = accumulator(like.dtype)
+    mass = torch.full((batch, heads, head_dim), absent(dtype), dtype=dtype, device=like.device)
+    return Memory(mass, torch.zeros(batch, heads, head_dim, value_dim, dtype=dtype, device=like.device))
+
+
+def merge(first: Memory, second: Memory) -> Memory:
+    """The memory of two sets of keys together."""
+    mass = log_add(first.mass, second.mass)
+    first_share, second_share = (first.mass - mass).exp()[..., None], (second.mass - mass).exp()[..., None]
+    return Memory(mass, first.values * first_share + second.values * second_share)
+
+
+def log_add(x: Tensor, y: Tensor) -> Tensor:
+    """log(exp(x) + exp(y)), differentiable twice also where one is absent (torch.logaddexp gives NaN there)."""
+    return torch.logsumexp(torch.stack((x, y)), dim=0)
+
+
+def remember(key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, *, heads: int) -> Memory:
+    """The memory of all kept keys, piece by piece."""
+    found: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    for b, v in weighted_keys(key, value, beta, keep, heads, size_of_pieces(key, value, heads)):
+        highest, lowest = (extreme(b.detach(), dim=2, keepdim=True) for extreme in (torch.amax, torch.amin))
+        if found is not None:
+            highest, lowest = torch.maximum(highest, found[0]), torch.minimum(lowest, found[1])
+        weights = (b - highest).exp() if b.requires_grad else b.sub_(highest).exp_()
+        total, sums = weights.sum(dim=2, keepdim=True), weights.mT @ v
+        if found is not None:
+            fade = (found[0] - highest).exp()
+            total, sums = total + found[2] * fade, sums + found[3] * fade.mT
+        found = highest, lowest, total, sums
+    assert found is not None
+    highest, lowest, total, sums = found
+    mass = highest + total.log() + lowest * 0  # NaN if there was a -inf, which the exponential hides
+    return Memory(mass[:, :, 0], sums / total.mT)
+
+
+def recall(query: Tensor, alpha: Tensor, memory: Memory) -> Tensor:
+    """out = softmax(alpha q + L) S, piece by piece."""
+    mass, values = memory.mass[:, :, None], memory.values
+    queries = scaled_queries(query, alpha, size_of_pieces(query, values, query.shape[1]))
+    parts = (torch.softmax(torch.addcmul(mass, q, scale), dim=-1) @ values for q, scale in queries)
+    return collect(parts, query, values.shape[3])
+
+
+def size_of_pieces(tokens: Tensor, value: Tensor, heads: int) -> int:
+    return piece_tokens(tokens.shape[0], heads, max(tokens.shape[3], value.shape[3]), device=tokens.device)
+
+
+def scaled_queries(query: Tensor, alpha: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """q and its alpha in pieces; alpha is NaN for a row that is not finite."""
+    for piece, scale in zip(cut(query, size), scales(alpha, query, size), strict=True):
+        q = piece.to(accumulator(query.dtype))
+        yield q, scale + minus_infinity(q, -1)
+
+
+def weighted_keys(
+    key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, heads: int, size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """b = beta k and the values in pieces, for every query head, with padding absent."""
+    groups = heads // key.shape[1]
+    parts = zip(pieces(key, keep, size), pieces(value, keep, size), scales(beta, key, size), strict=True)
+    for (k, kept), (v, _), scale in parts:
+        b = repeat_heads(k, groups) * scale
+        yield blank(b, kept, absent(b.dtype)), repeat_heads(v, groups)
+
+
+def scales(scale: Tensor, tokens: Tensor, size: int) -> Iterator[Tensor]:
+    """alpha or beta for each piece of the tokens."""
+    if scale.shape[2] == tokens.shape[2]:
+        return iter(cut(scale, size))
+    return (scale for _ in chunks(tokens.shape[2], size))
+
+
+def minus_infinity(x: Tensor, dim: int) -> Tensor:
+    """NaN where an entry along `dim` is -inf or NaN, else 0: an exponential would hide it, while inf - inf shows."""
+    return x.detach().amin(dim=dim, keepdim=True) * 0
+
+
+def repeat_heads(x: Tensor, groups: int) -> Tensor:
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def add_scale_gradient(total: Tensor, gradient: Tensor, x: Tensor, part: slice, tokens: int) -> None:
+    """Add to the gradient of alpha or beta what comes of the gradient of alpha x, where x is `part` of the tokens."""
+    place = total[:, :, part] if total.shape[2] == tokens else total
+    place += (gradient * x).sum(dim=-1, keepdim=True).sum_to_size(place.shape)
+
+
+def sum_groups(x: Tensor, groups: int) -> Tensor:
+    return x if groups == 1 else torch.unflatten(x, 1, (-1, groups)).sum(dim=2)
+
+
+def collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
+    """The pieces of an output one after the other.
+
+    Without gradients they are written where they belong, because a list of them would take the output's memory twice;
+    with gradients they are joined, because the gradient of each write would be as large as the output.
+    """
+    first = next(parts)
+    if first.shape[2] == query.shape[2]:
+        return first
+    if first.requires_grad:
+        return torch.cat((first, *parts), dim=2)
+    output = first.new_empty(*query.shape[:3], width)
+    end = 0
+    for part in chain((first,), parts):
+        start, end = end, end + part.shape[2]
+        output[:, :, start:end] = part
+    return output
