@@ -14,7 +14,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from lln.bench.goals import Goal
     from lln.bench.record import Record
-    from lln.bench.tables import Grid
+    from lln.report.tables import Table as Grid
 
 app = typer.Typer(help="Speed and memory on this machine.", no_args_is_help=True)
 console = Console()
@@ -201,7 +201,7 @@ def _warn_of_noise(record: "Record") -> None:
 
 def _show(grids: Iterable["Grid"]) -> None:
     for grid in grids:
-        _print_table(grid.title, grid.header, grid.rows)
+        _print_table(grid.title, grid.columns, grid.rows)
         for note in grid.notes:
             console.print(f"  {note}", highlight=False)
 

@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f'The lln command needs {error.name}: pip install "lln-attention[cli]"') from error
 
-from lln import bench_cli
+from lln import bench_cli, lra_cli, train_cli
 
 app = typer.Typer(
     help="Linear Log-Normal attention: see it work, measure it, look into it.",
@@ -29,6 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_cli.app, name="bench")
+app.add_typer(train_cli.app, name="train")
+app.add_typer(lra_cli.data, name="data")
+app.add_typer(lra_cli.lra, name="lra")
 console = Console()
 
 # Columns that are set to the right.
@@ -49,6 +52,7 @@ NUMBERS = (
     "b off",
 )
 
+Results = Annotated[Path, typer.Option(help="Folder with recorded results.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")]
 
 
@@ -167,15 +171,51 @@ def zoo(
 def figure(
     number: Annotated[int, typer.Argument(help="The number of the figure in the paper.")],
     out: Annotated[Path, typer.Option(help="Folder for the PNG, the SVG and the CSV.")] = Path("figures"),
+    results: Results = Path("results"),
     head_dim: int = 64,
     tokens: int = 1024,
     seed: Seed = 0,
 ) -> None:
-    """Measure and draw a figure of the paper."""
+    """Draw a figure of the paper: 2, 5, 6, 7 are measured, 1, 8, 9, 10 show recorded runs."""
     from lln.report.figures import figure as draw
 
-    for path in draw(number, out=out, head_dim=head_dim, tokens=tokens, seed=seed):
+    for path in draw(number, out=out, results=results, head_dim=head_dim, tokens=tokens, seed=seed):
         console.print(str(path))
+
+
+@app.command()
+def table(
+    number: Annotated[int, typer.Argument(help="The number of the table in the paper.")],
+    out: Annotated[Path, typer.Option(help="Folder for the Markdown and the PNG.")] = Path("tables"),
+    results: Results = Path("results"),
+) -> None:
+    """Make a table of the paper from recorded results, the published numbers beside ours."""
+    from lln.report.tables import table as make
+
+    made, *paths = make(number, results=results, out=out)
+    shown = Table(*made.columns, title=made.title, title_justify="left")
+    for row in made.rows:
+        shown.add_row(*row)
+    console.print(shown)
+    for line in (*made.notes, *map(str, paths)):
+        console.print(line, highlight=False, markup=False)
+
+
+@app.command()
+def reproduce(
+    target: Annotated[str, typer.Argument(help="table1, table3, figure1, figure8, figure10, or all.")],
+    runs: Annotated[Path, typer.Option(help="Folder for the runs, with their checkpoints.")] = Path("runs"),
+    results: Results = Path("results"),
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with data; left out, LLN_DATA.")] = None,
+    jobs: Annotated[int, typer.Option(help="Runs side by side; they share the cores.")] = 2,
+) -> None:
+    """Train all that a table or figure of the paper shows; the same command continues after any interruption."""
+    from lln.tasks.reproduce import reproduce as run
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    run(target, runs=runs, results=results / "runs", data_dir=data_dir, side_by_side=jobs, say=say)
 
 
 @app.command()

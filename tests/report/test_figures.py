@@ -14,7 +14,7 @@ import torch
 import lln
 from lln import instruments, theory, zoo
 from lln.report import figure_2, figure_5, figure_6, figure_7, figures, plot
-from lln.report.figures import NUMBERS, figure
+from lln.report.figures import MEASURED, figure
 
 TOKENS, HEAD_DIM, SEED = 48, 8, 3
 COLUMNS = {
@@ -46,7 +46,7 @@ def one_commit() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, Path, Path]]:
     out = tmp_path_factory.mktemp("figures") / "not" / "there"
-    return {n: figure(n, out=out, head_dim=HEAD_DIM, tokens=TOKENS, seed=SEED) for n in NUMBERS}
+    return {n: figure(n, out=out, head_dim=HEAD_DIM, tokens=TOKENS, seed=SEED) for n in MEASURED}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def inputs(scale: float = 1.0, draw: int = 0) -> tuple[torch.Tensor, torch.Tenso
     return query * scale, key * scale
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", MEASURED)
 def test_three_files_are_written(number: int, made, tables) -> None:
     png, svg, table = made[number]
     assert [path.name for path in (png, svg, table)] == [f"figure-{number}.{end}" for end in ("png", "svg", "csv")]
@@ -76,7 +76,7 @@ def test_three_files_are_written(number: int, made, tables) -> None:
                 assert math.isfinite(float(value)), row
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", MEASURED)
 def test_same_seed_same_bytes_other_seed_other_numbers(number: int, made, tmp_path: Path) -> None:
     again = figure(number, out=tmp_path / "a", head_dim=HEAD_DIM, tokens=TOKENS, seed=SEED)
     assert all(old.read_bytes() == new.read_bytes() for old, new in zip(made[number], again, strict=True))
@@ -186,7 +186,7 @@ def test_figure_7_has_densities_and_what_the_instruments_give(tables) -> None:
         assert peak == pytest.approx(1 / math.sqrt(2 * math.pi * fit.variance.item()), rel=0.01)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", MEASURED)
 def test_the_picture_stands_alone(number: int, tables) -> None:
     setup = plot.Setup(number, HEAD_DIM, TOKENS, SEED, "abc1234")
     module = importlib.import_module(f"lln.report.figure_{number}")

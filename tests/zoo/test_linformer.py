@@ -22,7 +22,8 @@ def test_against_linformer(share_kv: bool, queries: int, keys: int) -> None:
     module = lln.zoo.build("linformer", num_heads=3, head_dim=8, max_len=40, rank=10, share_kv=share_kv)
     with torch.no_grad():
         module.project_key.copy_(peer.proj_k.mT)
-        module.project_value.copy_((peer.proj_k if share_kv else peer.proj_v).mT)
+        if not share_kv:
+            module.project_value.copy_(peer.proj_v.mT)
     x, context = torch.randn(2, queries, 24), torch.randn(2, keys, 24)
     context = x if queries == keys else context
     value = peer.to_k(context) if share_kv else peer.to_v(context)
@@ -33,7 +34,6 @@ def test_against_linformer(share_kv: bool, queries: int, keys: int) -> None:
 def test_shared_projection_is_one_parameter() -> None:
     module = lln.zoo.build("linformer", num_heads=1, head_dim=4, max_len=9, rank=5, share_kv=True)
     assert [tuple(p.shape) for p in module.parameters()] == [(5, 9)]
-    assert module.project_key is module.project_value
 
 
 def test_with_the_identity_as_projection_it_is_softmax_attention() -> None:

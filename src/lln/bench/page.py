@@ -8,7 +8,8 @@ from typing import Any
 from lln.bench.goals import ATTENTION_GOALS, DECODE_GOALS, check, grid_of
 from lln.bench.record import load
 from lln.bench.table_2 import table_2_grids
-from lln.bench.tables import Grid, attention_grids, decode_grids
+from lln.bench.tables import attention_grids, decode_grids
+from lln.report.tables import Table
 
 BEGIN, END = "<!-- tables: begin, made by python -m lln.bench.page docs/speed.md results -->", "<!-- tables: end -->"
 
@@ -35,14 +36,14 @@ def markdown(results: Path) -> str:
     return "\n".join(parts) or "Nothing has been measured yet.\n"
 
 
-def goals_grid(results: Path) -> Grid:
+def goals_grid(results: Path) -> Table:
     """Every goal of the library, with what was measured."""
     rows = []
     for stem, goals in (("attention", ATTENTION_GOALS), ("decode", DECODE_GOALS)):
         if (record := _load(results / f"{stem}.json")) is not None:
             _, *more = grid_of(check(goals, record))
             rows += more
-    return Grid("Two threads, float32, batch 1, 12 heads of 64", ["goal", "measured", ""], rows)
+    return Table("Two threads, float32, batch 1, 12 heads of 64", ["goal", "measured", ""], rows)
 
 
 def update(text: str, results: Path) -> str:
@@ -54,7 +55,7 @@ def update(text: str, results: Path) -> str:
     return f"{before}{BEGIN}\n\n{markdown(results)}\n{END}{after}"
 
 
-def _part(title: str, record: Mapping[str, Any], grids: list[Grid]) -> str:
+def _part(title: str, record: Mapping[str, Any], grids: list[Table]) -> str:
     machine = f"{record['machine']['processor']}, {record['threads']} threads, torch {record['torch']}"
     kernel = record["kernel"].get("explained") or "no compiled kernel"
     head = f"`{record['command']}` on {machine}, commit {record['commit']}; {kernel}."

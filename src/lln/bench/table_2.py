@@ -9,8 +9,9 @@ from typing import Any
 
 from lln.bench.model import LENGTHS, LOOKS
 from lln.bench.pictures import draw_curves, flat, footer
-from lln.bench.tables import Grid, short
+from lln.bench.tables import short
 from lln.report.plot import panels, save, style
+from lln.report.tables import Table
 
 Row = dict[str, Any]
 
@@ -38,7 +39,7 @@ def table_2(record: Mapping[str, Any]) -> str:
     return "\n".join(grid.markdown() for grid in table_2_grids(record))
 
 
-def table_2_grids(record: Mapping[str, Any]) -> list[Grid]:
+def table_2_grids(record: Mapping[str, Any]) -> list[Table]:
     """Time and memory; the published rows show only lengths that the paper has."""
     rows: Sequence[Row] = record["rows"]
     lengths = sorted({row["tokens"] for row in rows})
@@ -54,7 +55,7 @@ def table_2_grids(record: Mapping[str, Any]) -> list[Grid]:
                 theirs = dict(zip(LENGTHS, published[name], strict=True))
                 body.append([look.label, "published", *(_published(theirs, tokens) for tokens in lengths)])
         grids.append(
-            Grid(
+            Table(
                 f"{title}; ~ predicted", ["attention", "", *(f"{n:,}" for n in lengths)], body, _notes(record, quantity)
             )
         )

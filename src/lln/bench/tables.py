@@ -1,11 +1,11 @@
 """Records as tables: mechanisms down, lengths across. The terminal and the documentation show the same ones."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lln.bench import candidates, decode
 from lln.bench.attention import PASSES
+from lln.report.tables import Table
 
 Row = dict[str, Any]
 
@@ -17,21 +17,7 @@ MEMORY_OF_PASS = {
 }
 
 
-@dataclass(frozen=True)
-class Grid:
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    notes: tuple[str, ...] = ()
-
-    def markdown(self) -> str:
-        lines = [self.header, ["---", *["---:"] * (len(self.header) - 1)], *self.rows]
-        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        notes = "".join(f"- {note}\n" for note in self.notes)
-        return f"**{self.title}**\n\n{table}" + (f"\n{notes}" if notes else "")
-
-
-def attention_grids(record: Mapping[str, Any]) -> list[Grid]:
+def attention_grids(record: Mapping[str, Any]) -> list[Table]:
     """For each pass: times, their ratios to softmax, to the paper's formula and to the matrix products, and memory."""
     rows: Sequence[Row] = record["rows"]
     origins: dict[str, str] = record["setting"].get("origins", {})
@@ -53,7 +39,7 @@ def attention_grids(record: Mapping[str, Any]) -> list[Grid]:
     return grids
 
 
-def decode_grids(record: Mapping[str, Any]) -> list[Grid]:
+def decode_grids(record: Mapping[str, Any]) -> list[Table]:
     rows: Sequence[Row] = record["rows"]
 
     def name(mechanism: str) -> str:
@@ -73,12 +59,12 @@ def pivot(
     cell: Callable[[Row], str],
     *,
     notes: tuple[str, ...] = (),
-) -> Grid:
+) -> Table:
     lengths = sorted({row["tokens"] for row in rows})
     cells = {(row["mechanism"], row["tokens"]): cell(row) for row in rows}
     names = dict.fromkeys(row["mechanism"] for row in rows)
     body = [[label(name), *(cells.get((name, tokens), "") for tokens in lengths)] for name in names]
-    return Grid(title, ["tokens", *(f"{tokens:,}" for tokens in lengths)], body, notes)
+    return Table(title, ["tokens", *(f"{tokens:,}" for tokens in lengths)], body, notes)
 
 
 def short(number: float) -> str:

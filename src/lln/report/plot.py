@@ -81,6 +81,13 @@ def gaussian_inputs(setup: Setup, draw: int = 0) -> tuple[Tensor, Tensor]:
     return query, torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+def palette(count: int) -> list[Any]:
+    """Colours of an ordered series, dark to light; the lightest, which do not show on white, are left out."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.9 * i / max(1, count - 1)) for i in range(count)]
+
+
 def column(rows: Sequence[Row], name: str, **where: float | str) -> list[float]:
     """The numbers of a column, of the rows where other columns have the given values."""
     return [float(row[name]) for row in rows if all(row[key] == value for key, value in where.items())]

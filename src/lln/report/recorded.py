@@ -1,0 +1,74 @@
+"""Recorded runs as `lln reproduce` leaves them in the results folder: what figures 1, 8, 9, 10 and tables 1, 3 show."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lln.instruments.records import read_records
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run found."""
+
+    name: str
+    config: dict[str, Any]
+    provenance: dict[str, Any]
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]]  # lines of the training loss, and lines of evaluations
+    records: list[dict[str, Any]]  # what the heads did
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric."""
+        lines = [line for line in self.metrics if line.get(name) is not None]
+        return [line["step"] for line in lines], [line[name] for line in lines]
+
+    def layers(self, name: str) -> dict[str, tuple[list[int], list[float]]]:
+        """Steps and values of what was recorded of each layer, the mean over its heads."""
+        found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for record in self.records:
+            if record.get(name) is not None:
+                found[record["layer"]][record["step"]].append(record[name])
+        return {
+            layer: (sorted(steps), [fmean(steps[step]) for step in sorted(steps)]) for layer, steps in found.items()
+        }
+
+
+def read_run(results: Path, name: str, *, made_by: str) -> Run:
+    """A run of the results; `made_by` is what `lln reproduce` calls the runs that it belongs to."""
+    folder = results / "runs" / name
+    if not is_finished(results, name):
+        raise ValueError(f"{results} has no run {name}; `lln reproduce {made_by}` makes it")
+    config, provenance, summary = (
+        json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
+        for part in ("config", "provenance", "summary")
+    )
+    records = folder / "records.jsonl"
+    return Run(
+        name,
+        config,
+        provenance,
+        summary,
+        read_records(folder / "metrics.jsonl"),
+        read_records(records) if records.exists() else [],
+    )
+
+
+def is_finished(results: Path, name: str) -> bool:
+    return (results / "runs" / name / "summary.json").is_file()
+
+
+def origin(*runs: Run) -> str:
+    """Machine and commits behind some runs, for the foot of a picture or table."""
+    machines = sorted(
+        {f"{run.provenance['machine']['cores']} cores of {run.provenance['machine']['processor']}" for run in runs}
+    )
+    commits = sorted({str(run.provenance["commit"]) for run in runs})
+    seeds = sorted({run.config["seed"] for run in runs})
+    return (
+        f"{', '.join(machines)}, commit {', '.join(commits)}, "
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    )

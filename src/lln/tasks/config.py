@@ -1,0 +1,95 @@
+"""Settings of a run: frozen dataclasses whose fields are also the flags of `lln train`."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from lln import zoo
+
+DECAYS = ("linear", "cosine", "constant")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def setting(default: Any, help: str, *, flag: str | None = None) -> Any:
+    """A field of a config, with the help text of its flag, and the flag's name if it is not the field's."""
+    metadata = {"help": help, "flag": flag}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What every experiment has. `preset(name)` gives the values of a preset, `PRESETS`, with changes."""
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {}
+    OTHER_ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # names beside those of the zoo
+
+    attention: str = setting("lln_diag", "Mechanism, as `lln zoo` lists them.")
+    options: Mapping[str, Any] = setting({}, "Option of the mechanism, as block_size=64; may be given several times.")
+    seed: int = setting(0, "Seed of weights, data order, masking, augmentation and dropout.")
+    steps: int | None = setting(None, "Optimiser steps; left out, `epochs` counts.")
+    epochs: float | None = setting(None, "Passes over the training data; left out, `steps` counts.")
+    batch_size: int = setting(32, "Examples in a step, over all processes and pieces.")
+    gradient_accumulation: int = setting(1, "Pieces that each process works through for one step.")
+    learning_rate: float = setting(1e-3, "Highest learning rate.")
+    warmup_steps: float = setting(
+        0.06, "Steps until the learning rate is at its highest; below 1 a share of all steps."
+    )
+    decay: str = setting("linear", f"Course of the learning rate after that: {', '.join(DECAYS)}.")
+    weight_decay: float = setting(0.01, "Weight decay of AdamW.")
+    betas: tuple[float, float] = setting((0.9, 0.98), "Betas of AdamW.")
+    epsilon: float = setting(1e-6, "Epsilon of AdamW.")
+    clip: float = setting(1.0, "Largest norm of the gradient; 0 for no limit.")
+    precision: str = setting(
+        "fp32", f"Number format: {', '.join(PRECISIONS)}; the last two by autocast, fp16 with a loss scale."
+    )
+    loss_scale: float = setting(2.0**16, "First loss scale (fp16).")
+    scale_window: int = setting(2000, "Steps without overflow after which the loss scale doubles (fp16).")
+    log_every: int = setting(10, "Steps between lines of metrics.jsonl.")
+    eval_every: int = setting(0, "Steps between evaluations; 0: at the end alone.")
+    save_every: int = setting(100, "Steps between checkpoints; there is always one at the end.")
+    keep_checkpoints: int = setting(2, "How many of the newest checkpoints are kept.")
+    record_every: int = setting(100, "Steps between records of what the heads do; 0 for none.")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        if name not in cls.PRESETS:
+            raise ValueError(f"there is no preset {name!r}; there are: {', '.join(cls.PRESETS)}")
+        values = cls.PRESETS[name] | changes
+        if ("steps" in changes) != ("epochs" in changes):  # a change of the one replaces the preset's other
+            values["epochs" if "steps" in changes else "steps"] = None
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "gradient_accumulation", "log_every", "save_every", "scale_window"):
+            self._at_least(name, 1)
+        for name in ("seed", "eval_every", "record_every", "weight_decay", "clip", "warmup_steps"):
+            self._at_least(name, 0)
+        # With one alone, a checkpoint that turns out damaged would leave nothing to go back to.
+        self._at_least("keep_checkpoints", 2)
+        for name in ("learning_rate", "loss_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"give steps or epochs, one of them: got steps={self.steps} and epochs={self.epochs}")
+        if not (self.steps or self.epochs or 0) > 0:
+            raise ValueError(f"there must be something to train: got steps={self.steps} and epochs={self.epochs}")
+        self._one_of("decay", *DECAYS)
+        self._one_of("precision", *PRECISIONS)
+        if self.attention not in self.OTHER_ATTENTIONS:
+            zoo.describe(self.attention)  # refuses a name that does not exist
+
+    def _at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def _one_of(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+
+    def settings(self) -> dict[str, Any]:
+        """All settings, as JSON has them."""
+        values = dataclasses.asdict(self)
+        return values | {"options": dict(self.options), "betas": list(self.betas)}

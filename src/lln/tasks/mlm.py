@@ -1,0 +1,110 @@
+"""Masked language modelling: RoBERTa pre-trained from nothing, with any attention (the paper's figures 1 and 8)."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, RobertaConfig
+
+from lln.hf import convert
+from lln.tasks.data.folder import data_dir as find_data
+from lln.tasks.data.masking import IGNORED, MaskedDataset
+from lln.tasks.data.text import read_documents
+from lln.tasks.data.tokenizer import load_tokenizer, pack
+from lln.tasks.presets import MlmConfig
+from lln.tasks.run import open_run, processes
+from lln.tasks.trainer import Batch, Scores, Summary, fit
+
+__all__ = ["MlmConfig", "RobertaForMaskedLM", "build_model", "roberta_config", "scores", "train"]
+
+
+class RobertaForMaskedLM(transformers.RobertaForMaskedLM):  # type: ignore[no-untyped-call]
+    """The same model, name and weights; asked for a loss it computes logits of the labelled positions alone.
+
+    The vocabulary makes the last layer the dearest one, and six of seven positions have no label. `logits` is then
+    (labels, vocabulary).
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if labels is None:
+            return super().forward(input_ids, attention_mask, **kwargs)
+        hidden = self.roberta(input_ids, attention_mask, **kwargs)[0]
+        labelled = labels != IGNORED
+        logits = self.lm_head(hidden[labelled])
+        total = cross_entropy(logits.float(), labels[labelled], reduction="sum")
+        count = labelled.sum() if num_items_in_batch is None else num_items_in_batch
+        return {"loss": total / count, "logits": logits}
+
+
+def scores(outputs: Mapping[str, Tensor], batch: Batch) -> Scores:
+    labels = batch["labels"][batch["labels"] != IGNORED]
+    correct = (outputs["logits"].argmax(dim=-1) == labels).sum()
+    return {"loss": (float(outputs["loss"]) * len(labels), len(labels)), "accuracy": (float(correct), len(labels))}
+
+
+def roberta_config(config: MlmConfig, tokenizer: PreTrainedTokenizerFast) -> RobertaConfig:
+    return RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.feedforward,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.attention_dropout,
+        initializer_range=config.initial_std,
+        max_position_embeddings=config.length + 2,  # RoBERTa counts from 2
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def build_model(config: MlmConfig, tokenizer: PreTrainedTokenizerFast) -> RobertaForMaskedLM:
+    torch.manual_seed(config.seed)
+    model = RobertaForMaskedLM(roberta_config(config, tokenizer))  # type: ignore[no-untyped-call]
+    return convert(model, config.attention, **config.options)
+
+
+def train(config: MlmConfig, *, out: Path | None = None, data_dir: Path | None = None, quiet: bool = False) -> Summary:
+    """Pre-train, or continue to, or do nothing if the run is finished; returns its summary."""
+    data = find_data(data_dir)
+    if config.source == "auto":
+        config = dataclasses.replace(config, source="stdlib" if data is None else "wikitext-2+wikipedia")
+    with open_run("mlm", config, out, quiet=quiet) as run:
+        if run.summary is not None:
+            return run.summary
+        with processes().main_process_first():  # the others find the cache filled
+            read = partial(read_documents, config.source, data_dir=data)
+            documents = read("train")
+            tokenizer = load_tokenizer(config.tokenizer, lambda: documents, vocab_size=config.vocab_size, data_dir=data)
+            blocks = pack(documents, tokenizer, config.length)
+            held_out = pack(read("validation"), tokenizer, config.length)
+        if config.eval_examples is not None:
+            held_out = held_out.select(range(min(config.eval_examples, len(held_out))))
+        mask = partial(MaskedDataset, tokenizer=tokenizer, seed=config.seed, probability=config.mask_probability)
+        return fit(
+            build_model(config, tokenizer),
+            run=run,
+            config=config,
+            train_data=mask(blocks),
+            eval_data=mask(held_out),
+            score=scores,
+            processing=tokenizer,
+            label=f"mlm {config.attention}",
+            quiet=quiet,
+        )

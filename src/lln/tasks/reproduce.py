@@ -1,0 +1,168 @@
+"""`lln reproduce`: all runs behind a table or figure of the paper as one command that can be stopped at any moment.
+
+A target is a list of jobs, each one `lln train ...` with a run folder of its own. Jobs run in processes of their own,
+several side by side, each with its share of the cores. A run that was interrupted goes on where its last checkpoint
+is, one that is finished is left alone, and the small files of finished runs (no weights) are copied to the results.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Files of a run folder that make up its result.
+RESULT_FILES = ("config.json", "provenance.json", "summary.json", "metrics.jsonl", "records.jsonl")
+
+PRETRAINED = ("softmax", "lln", "lln_diag", "elu", "performer", "nystrom", "cosformer")
+GLUE = ("mnli", "qnli", "qqp", "sst2")
+SECOND_SEED = ("softmax", "lln_diag")
+IMAGE = ("softmax", "lln_diag", "linformer")
+# Figure 10 sweeps alpha = beta around the values that matching finds (figure 9).
+FIXED_SCALES = ("0.5", "1", "2", "3", "4")
+HALF_SCALES = ("2", "4")
+# float16 has no fast path on most CPUs: these runs are short, and the loss scale grows fast enough to find its limit.
+SHORT_HALF = ("--precision", "fp16", "--steps", "200", "--batch-size", "4", "--scale-window", "10", "--log-every", "1")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: `lln train TASK ARGUMENTS`. `after` names the run that it starts from."""
+
+    name: str
+    arguments: tuple[str, ...]
+    after: str | None = None
+
+
+def pretraining(attention: str) -> Job:
+    return Job(f"mlm-{attention}", ("mlm", "--attention", attention))
+
+
+def fine_tuning(task: str, attention: str, seed: int) -> Job:
+    name = f"glue-{task}-{attention}-seed{seed}"
+    return Job(name, ("glue", "--task", task, "--seed", str(seed)), after=f"mlm-{attention}")
+
+
+def vision(name: str, attention: str, *arguments: str) -> Job:
+    return Job(f"vision-{name}", ("vision", "--attention", attention, *arguments))
+
+
+def fixed(scale: str) -> tuple[str, ...]:
+    return ("--option", f"alpha={scale}", "--option", f"beta={scale}")
+
+
+def jobs(target: str) -> list[Job]:
+    """The jobs of a target, in an order in which each comes after the one that it starts from."""
+    seeds = {attention: (0, 1) if attention in SECOND_SEED else (0,) for attention in PRETRAINED}
+    targets: dict[str, list[Job]] = {
+        "table1": [
+            *map(pretraining, PRETRAINED),
+            *(fine_tuning(task, name, seed) for name in PRETRAINED for seed in seeds[name] for task in GLUE),
+        ],
+        "table3": [vision(attention, attention) for attention in IMAGE],
+        "figure1": [
+            Job(
+                f"one-head-{name}",
+                ("mlm", "--attention", name, "--heads", "1", "--record-every", "10", "--steps", "600"),
+            )
+            for name in ("softmax", "lln")
+        ],
+        "figure8": [Job(f"fp16-{name}", ("mlm", "--attention", name, *SHORT_HALF)) for name in ("softmax", "lln_diag")],
+        "figure10": [
+            vision("lln", "lln"),
+            *(vision(f"lln-{scale}", "lln", *fixed(scale)) for scale in FIXED_SCALES),
+            vision("fp16-lln", "lln", *SHORT_HALF),
+            *(vision(f"fp16-lln-{scale}", "lln", *SHORT_HALF, *fixed(scale)) for scale in HALF_SCALES),
+        ],
+    }
+    targets["all"] = [job for listed in targets.values() for job in listed]
+    if target not in targets:
+        raise ValueError(f"nothing is called {target!r} here; what can be reproduced: {', '.join(targets)}")
+    return targets[target]
+
+
+def reproduce(
+    target: str,
+    *,
+    runs: Path,
+    results: Path,
+    data_dir: Path | None,
+    side_by_side: int = 2,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Run what is not finished of a target's jobs, and copy what they found to `results`."""
+    if side_by_side < 1:
+        raise ValueError(f"at least one job must run at a time, got {side_by_side}")
+    planned = jobs(target)
+    waiting = [job for job in planned if not _finished(runs / job.name)]
+    for job in planned:
+        if job not in waiting:
+            collect(runs / job.name, results / job.name)
+    say(f"{target}: {len(planned)} runs, {len(planned) - len(waiting)} of them finished before")
+    running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
+    failed: list[Job] = []
+    try:
+        while waiting or running:
+            for job in _ready(waiting, runs)[: side_by_side - len(running)]:
+                waiting.remove(job)
+                running[job] = (_start(job, runs, data_dir, side_by_side), time.monotonic())
+                say(f"{job.name}: started")
+            if not running:
+                break
+            time.sleep(0.5)
+            for job, (process, began) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[job]
+                if process.returncode != 0 or not _finished(runs / job.name):
+                    failed.append(job)
+                    say(f"{job.name}: failed, see {runs / job.name}.log")
+                    continue
+                collect(runs / job.name, results / job.name)
+                say(f"{job.name}: {_outcome(runs / job.name)} after {time.monotonic() - began:.0f} s")
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+    if failed or waiting:
+        missing = ", ".join(job.name for job in failed + waiting)
+        raise ValueError(f"{len(failed + waiting)} runs are not finished: {missing}; the same command tries them again")
+
+
+def collect(run: Path, result: Path) -> None:
+    """Copy the small files of a finished run."""
+    result.mkdir(parents=True, exist_ok=True)
+    for name in RESULT_FILES:
+        if (run / name).exists():
+            shutil.copyfile(run / name, result / name)
+
+
+def _ready(waiting: Sequence[Job], runs: Path) -> list[Job]:
+    """Jobs whose forerunner, if any, is finished."""
+    return [job for job in waiting if job.after is None or _finished(runs / job.after)]
+
+
+def _start(job: Job, runs: Path, data_dir: Path | None, side_by_side: int) -> subprocess.Popen[bytes]:
+    threads = max(1, (os.cpu_count() or 1) // side_by_side)
+    command = [sys.executable, "-m", "lln.cli", "train", *job.arguments, "--preset", "laptop", "--quiet"]
+    command += ["--out", str(runs / job.name)]
+    if job.after is not None:
+        command += ["--from", str(runs / job.after)]
+    if data_dir is not None:
+        command += ["--data-dir", str(data_dir)]
+    runs.mkdir(parents=True, exist_ok=True)
+    with (runs / f"{job.name}.log").open("ab") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def _finished(run: Path) -> bool:
+    return (run / "summary.json").exists()
+
+
+def _outcome(run: Path) -> str:
+    summary = json.loads((run / "summary.json").read_text())
+    return ", ".join(f"{key} {value:.4g}" for key, value in summary.items() if isinstance(value, float))

@@ -1,0 +1,289 @@
+"""The folder of a run: what it was, what it measured, and checkpoints that a crash at any moment cannot spoil.
+
+    config.json        every setting; the same folder refuses other settings
+    provenance.json    command, commit, seed, machine, and when the run was continued
+    data.json          a fingerprint of the data; the same folder refuses other data
+    metrics.jsonl      loss, learning rate, gradient norm, speed; evaluations
+    records.jsonl      what the heads do
+    tensorboard/       the same for TensorBoard
+    checkpoints/       step-N/ with the weights (safetensors), the optimiser, and a manifest of sizes and SHA-256 sums
+    model/             the trained model
+    summary.json       the result; a run that has it is finished
+
+Files are written under another name, flushed to the disk and renamed, so under its own name a file is whole. What a
+disk has damaged since is found by the manifest.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+from accelerate import PartialState  # type: ignore[import-untyped]
+
+from lln.instruments.records import read_records
+from lln.provenance import commit, provenance
+from lln.tasks.config import TrainConfig
+
+Say = Callable[[str], None]
+PARTIAL = ".partial-"
+MANIFEST = "manifest.json"
+
+
+class RunFolder:
+    """A run folder that this process holds; use it in a `with` block.
+
+    Only the `main` process of several writes, and what it reads the others read after it.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], settings: Mapping[str, Any], *, main: bool = True, say: Say = print
+    ) -> None:
+        self.path = Path(path)
+        self.main = main
+        self.say = say if main else _silent
+        self._lock: TextIO | None = None
+        if main:
+            try:
+                self._begin(json.loads(json.dumps(dict(settings))))
+            except OSError as error:
+                self.close()
+                raise OSError(
+                    f"the run folder {self.path} cannot be written: {error.strerror or error}; choose another, --out"
+                ) from error
+            except ValueError:
+                self.close()
+                raise
+
+    def _begin(self, settings: dict[str, Any]) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"a run needs a folder, and {self.path} is a file")
+        config = self.path / "config.json"
+        if self.path.is_dir() and not config.exists() and any(self._foreign()):
+            raise ValueError(f"{self.path} is no run folder, it holds other files; choose another with --out")
+        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is at work in {self.path}; wait for it, or choose another folder"
+            ) from None
+        self._same_as_before(config, settings, "settings")
+        history = self.path / "provenance.json"
+        if not history.exists():
+            command = " ".join(["lln", *sys.argv[1:]])
+            origin = provenance(seed=settings.get("seed", 0), command=command)
+            write_json(history, origin | {"started": _now(), "continued": []})
+
+    def _foreign(self) -> list[Path]:
+        """What is in the folder and was not made by a start that was killed before it wrote config.json."""
+        ours = (".lock", "checkpoints", PARTIAL)
+        return [path for path in self.path.iterdir() if not path.name.startswith(ours)]
+
+    def _same_as_before(self, path: Path, values: dict[str, Any], what: str) -> None:
+        if not path.exists():
+            write_json(path, values)
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        different = [name for name in before | values if before.get(name) != values.get(name)]
+        if different:
+            changes = "; ".join(f"{name} was {before.get(name)!r}, is {values.get(name)!r}" for name in different)
+            raise ValueError(
+                f"{self.path} holds a run with other {what}: {changes}. Repeat its command to continue it, or choose "
+                "another folder with --out"
+            )
+
+    def check_data(self, fingerprint: Mapping[str, Any]) -> None:
+        """Refuse to continue with other data than the run began with."""
+        if self.main:
+            self._same_as_before(self.path / "data.json", dict(fingerprint), "data")
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The result, if the run is finished."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint that is whole. Of damaged ones newer than it the user hears a word."""
+        if self.main:
+            for rest in (self.path / "checkpoints").glob(f"{PARTIAL}*"):
+                shutil.rmtree(rest)
+        for folder in reversed(self._checkpoints()):
+            reason = _damage(folder)
+            if reason is None:
+                return folder
+            self.say(f"Checkpoint {folder.name} is damaged ({reason}): taking the one before.")
+        return None
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.path / "checkpoints").glob("step-*"), key=_step)
+
+    def save_checkpoint(self, step: int, files: Mapping[str, bytes], *, keep: int) -> None:
+        """Write a checkpoint, then remove all but the newest `keep`. If it fails, the earlier ones are untouched."""
+        folder = self.path / "checkpoints" / f"step-{step}"
+        partial = folder.with_name(PARTIAL + folder.name)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            for name, content in files.items():
+                _write(partial / name, content)
+            sums = {
+                name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+                for name, content in files.items()
+            }
+            _write(partial / MANIFEST, _json({"step": step, "files": sums}))
+            _sync(partial)
+            self._remove(folder)  # a damaged one of the same step
+            partial.rename(folder)
+            _sync(folder.parent)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            left = [other.name for other in self._checkpoints()]
+            remedy = f"{left[-1]} is intact" if left else "there is none before it"
+            size = sum(map(len, files.values())) / 2**20
+            raise OSError(
+                f"checkpoint {folder} ({size:.1f} MiB) could not be written: {error.strerror or error}; {remedy}"
+            ) from error
+        for old in self._checkpoints()[:-keep]:
+            self._remove(old)
+
+    def _remove(self, folder: Path) -> None:
+        """Take a checkpoint away without ever showing half of it under its name."""
+        if folder.exists():
+            aside = folder.with_name(f"{PARTIAL}old-{folder.name}")
+            folder.rename(aside)
+            shutil.rmtree(aside)
+
+    def cut(self, step: int) -> None:
+        """Forget what was measured after `step`, so that a continued run measures no step twice."""
+        if not self.main:
+            return
+        # A line of metrics counts the steps done, a record the steps done before it.
+        for name, last in (("metrics.jsonl", step), ("records.jsonl", step - 1)):
+            path = self.path / name
+            if path.exists():
+                kept = [record for record in read_records(path) if record["step"] <= last]
+                _replace(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
+
+    def note_continued(self, step: int) -> None:
+        path = self.path / "provenance.json"
+        origin = json.loads(path.read_text(encoding="utf-8"))
+        origin["continued"].append({"step": step, "commit": commit(), "at": _now()})
+        write_json(path, origin)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        return read_records(path) if path.exists() else []
+
+    def finish(self, save_model: Callable[[Path], None], summary: Mapping[str, Any]) -> None:
+        """Write the model with `save_model`, then the summary that marks the run as finished."""
+        partial, folder = self.path / f"{PARTIAL}model", self.path / "model"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        save_model(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        write_json(self.path / "summary.json", dict(summary))
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def processes() -> Any:
+    """accelerate's view of the processes that torchrun started, or of this one alone."""
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def open_run(experiment: str, config: TrainConfig, out: Path | None, *, name: str = "", quiet: bool) -> RunFolder:
+    """The folder of a run: `out`, or one in runs/ called after the experiment, or `name`, attention and seed."""
+    main = processes().is_main_process
+    path = out or Path("runs") / f"{name or experiment}-{config.attention}-seed{config.seed}"
+    run = RunFolder(path, {"experiment": experiment} | config.settings(), main=main, say=_silent if quiet else _say)
+    processes().wait_for_everyone()
+    if run.summary is not None:
+        run.say(f"{run.path} is finished: nothing to do.")
+    return run
+
+
+def write_json(path: Path, value: Any) -> None:
+    _replace(path, _json(value))
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_name(PARTIAL + path.name)
+    _write(partial, content)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make what was renamed in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, if anything."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
+        for name, known in files.items():
+            content = (checkpoint / name).read_bytes()
+            if len(content) != known["bytes"]:
+                return f"{name} has {len(content)} bytes instead of {known['bytes']}"
+            if hashlib.sha256(content).hexdigest() != known["sha256"]:
+                return f"{name} has changed since it was written"
+    except OSError as error:
+        return f"{Path(error.filename or checkpoint).name}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    return None
+
+
+def _step(checkpoint: Path) -> int:
+    number = checkpoint.name.removeprefix("step-")
+    return int(number) if number.isdigit() else -1
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def _silent(message: str) -> None:
+    pass

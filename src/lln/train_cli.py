@@ -1,0 +1,87 @@
+"""`lln train`: one command for each experiment, whose flags are the fields of its config."""
+
+import ast
+import dataclasses
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from lln.tasks.config import TrainConfig
+from lln.tasks.presets import GlueConfig, MlmConfig, VisionConfig
+
+app = typer.Typer(help="Train: pre-training, GLUE, images. The same command continues a run.", no_args_is_help=True)
+
+TASKS: dict[str, tuple[type[TrainConfig], str]] = {
+    "mlm": (MlmConfig, "Pre-train RoBERTa on text by masked language modelling."),
+    "glue": (GlueConfig, "Fine-tune a pre-trained run on a GLUE task."),
+    "vision": (VisionConfig, "Train a ViT to tell dogs from cats."),
+}
+
+
+def parse_options(given: list[str]) -> dict[str, Any]:
+    """Options of a mechanism from `name=value`; a value that Python does not read as one is a string."""
+    options = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--option takes name=value, as block_size=64; got {text!r}")
+        if name in options:
+            raise ValueError(f"--option {name} is given twice")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
+def add_command(app: typer.Typer, name: str, config: type[TrainConfig], help: str) -> None:
+    """A command that trains with a preset of `config`, changed by the flags that are given."""
+
+    def command(preset: str, out: Path | None, data_dir: Path | None, quiet: bool, **flags: Any) -> None:
+        changes = {field: value for field, value in flags.items() if value is not None and value != []}
+        if "options" in changes:
+            changes["options"] = parse_options(changes["options"])
+        train = import_module(f"lln.tasks.{name}").train  # only now: it brings transformers, accelerate and datasets
+        train(config.preset(preset, **changes), out=out, data_dir=data_dir, quiet=quiet)
+
+    command.__signature__ = inspect.Signature(_parameters(config))  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in _parameters(config)}
+    app.command(name, help=help)(command)
+
+
+def _parameters(config: type[Any]) -> list[inspect.Parameter]:
+    def parameter(name: str, kind: Any, default: Any, help: str, *flags: str) -> inspect.Parameter:
+        annotation = Annotated[kind, typer.Option(*flags, help=help, show_default=default is not None)]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    kinds = get_type_hints(config)
+    found = [parameter("preset", str, "laptop", f"Settings to start from: {', '.join(config.PRESETS)}.")]
+    for field in dataclasses.fields(config):
+        values = {name: values.get(field.name, field.default) for name, values in config.PRESETS.items()}
+        help = f"{field.metadata['help']} {_presets(values)}".rstrip()
+        if field.name == "options":
+            found.append(parameter("options", list[str], [], help, "--option"))
+        else:
+            flags = [field.metadata["flag"]] if field.metadata.get("flag") else []
+            found.append(parameter(field.name, kinds[field.name] | None, None, help, *flags))
+    return [
+        *found,
+        parameter("out", Path | None, None, "The run folder; left out, one in runs/."),
+        parameter("data_dir", Path | None, None, "Folder with data; left out, the environment variable LLN_DATA."),
+        parameter("quiet", bool, False, "Say nothing.", "--quiet"),
+    ]
+
+
+def _presets(values: dict[str, Any]) -> str:
+    """The values that the presets have, once if they are the same."""
+    shown = {name: value for name, value in values.items() if value not in (None, dataclasses.MISSING)}
+    if len(shown) == len(values) and len(set(map(str, shown.values()))) == 1:
+        return f"({next(iter(shown.values()))})"
+    return f"({', '.join(f'{name} {value}' for name, value in shown.items())})" if shown else ""
+
+
+for _name, (_config, _help) in TASKS.items():
+    add_command(app, _name, _config, _help)

@@ -1,0 +1,157 @@
+"""Figures and tables that show recorded runs, on made-up runs, and the command that makes the real ones."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from lln.report.figures import RECORDED, figure
+from lln.report.tables import Table, table
+from lln.tasks import reproduce
+
+ALL = reproduce.jobs("all")
+
+
+def write_run(folder: Path, name: str, *, accuracy: float = 0.5, loss: float = 4.0) -> None:
+    run = folder / name
+    run.mkdir(parents=True)
+    config = {"seed": 0, "layers": 2, "width": 128, "heads": 2, "length": 128, "batch_size": 8, "source": "stdlib"}
+    config |= {"image_size": 64, "patch_size": 8, "attention": "lln", "options": {}}
+    provenance = {"commit": "abc", "machine": {"processor": "a processor", "cores": 2}}
+    summary = {"steps": 20, "tokens": 1000, "loss": loss, "eval_loss": loss, "eval_accuracy": accuracy}
+    for part, content in (("config", config), ("provenance", provenance), ("summary", summary)):
+        (run / f"{part}.json").write_text(json.dumps(content))
+    lines = [{"step": step, "loss": loss + 1 / step, "loss_scale": 2.0**step} for step in range(1, 11)]
+    lines += [{"step": 20, "eval_loss": loss, "eval_accuracy": accuracy}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    measured = {"temperature": 1.0, "entropy": 5.0, "gap": 0.5, "alpha": 2.0, "beta": None}
+    records = [
+        {"step": step, "layer": f"layer.{layer}", "head": head} | measured | {"alpha": 2.0 + head, "beta": 1.0 * layer}
+        for step in (0, 10)
+        for layer in range(2)
+        for head in range(2)
+    ]
+    (run / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    for number, job in enumerate(ALL):
+        write_run(folder / "runs", job.name, accuracy=0.5 + number / 1000)
+    return folder
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+@pytest.mark.parametrize("number", RECORDED)
+def test_recorded_figures_are_drawn(number, results, tmp_path):
+    png, svg, data = figure(number, out=tmp_path, results=results)
+    assert png.stat().st_size > 5_000
+    assert svg.stat().st_size > 5_000
+    assert len(rows_of(data)) >= 8
+
+
+def test_figure_9_shows_the_mean_over_heads(results, tmp_path):
+    rows = rows_of(figure(9, out=tmp_path, results=results)[2])
+    assert {row["value"] for row in rows if row["quantity"] == "alpha"} == {"2.5"}
+    assert {(row["layer"], row["value"]) for row in rows if row["quantity"] == "beta"} == {("1", "0"), ("2", "1")}
+
+
+def test_table_1_has_the_published_rows_and_means_over_seeds(results, tmp_path):
+    made, markdown, picture = table(1, results=results, out=tmp_path)
+    assert markdown.read_text() == made.markdown()
+    assert picture.stat().st_size > 5_000
+    rows = {row[0]: row for row in made.rows}
+    assert len(rows) == 14
+    softmax = next(row for row in made.rows if row[5] == "87.0")
+    runs = [json.loads((results / "runs" / f"glue-sst2-softmax-seed{s}" / "summary.json").read_text()) for s in (0, 1)]
+    assert softmax[-3] == f"{50 * sum(run['eval_accuracy'] for run in runs):.1f}"
+    assert softmax[-1] == "2"
+    assert next(row for row in made.rows if row[5] == "49.8")[6:] == ["-"] * 7  # Reformer is not run
+
+
+def test_table_3_has_published_and_ours(results, tmp_path):
+    made, *_ = table(3, results=results, out=tmp_path)
+    assert [row[1] for row in made.rows] == ["81.37", "81.72", "79.89"]
+    assert "64 x 64 in patches of 8" in made.notes[0]
+    assert "seed 0" in made.notes[1]
+
+
+def test_a_missing_run_is_named_with_the_command_that_makes_it(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ValueError, match="no run vision-softmax; `lln reproduce table3` makes it"):
+        table(3, results=tmp_path, out=tmp_path / "out")
+    with pytest.raises(ValueError, match=r"no folder .*nowhere.* with results"):
+        table(3, results=tmp_path / "nowhere", out=tmp_path / "out")
+    with pytest.raises(ValueError, match="there is no table 7"):
+        table(7, results=tmp_path, out=tmp_path / "out")
+    with pytest.raises(ValueError, match="no folder"):
+        figure(1, out=tmp_path, results=tmp_path / "nowhere")
+
+
+def test_markdown_of_a_table():
+    text = Table("Title", ["", "a"], [["x", "1"]], ["note"]).markdown()
+    assert text == "**Title**\n\n|  | a |\n| --- | ---: |\n| x | 1 |\n\nnote\n"
+
+
+class Child:
+    """A process that is finished as soon as it is looked at, and leaves a finished run behind if it is to."""
+
+    started: ClassVar[list[list[str]]] = []
+    fails: ClassVar[set[str]] = set()
+
+    def __init__(self, command, **options):
+        folder = Path(command[command.index("--out") + 1])
+        if "--from" in command:
+            assert (Path(command[command.index("--from") + 1]) / "summary.json").exists()
+        Child.started.append(command)
+        self.returncode = 1 if folder.name in Child.fails else 0
+        if not self.returncode:
+            write_run(folder.parent, folder.name)
+
+    def poll(self):
+        return self.returncode
+
+
+@pytest.fixture
+def child(monkeypatch):
+    Child.started, Child.fails = [], set()
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    monkeypatch.setattr(reproduce.time, "sleep", lambda seconds: None)
+    return Child
+
+
+def test_reproduce_runs_what_is_missing_once(child, tmp_path):
+    runs, results = tmp_path / "runs", tmp_path / "results" / "runs"
+    write_run(runs, "vision-softmax")
+    said = []
+    reproduce.reproduce("table3", runs=runs, results=results, data_dir=tmp_path, say=said.append)
+    assert [Path(c[c.index("--out") + 1]).name for c in child.started] == ["vision-lln_diag", "vision-linformer"]
+    assert all(command[:4] == [sys.executable, "-m", "lln.cli", "train"] for command in child.started)
+    assert sorted(path.name for path in results.iterdir()) == ["vision-linformer", "vision-lln_diag", "vision-softmax"]
+    reproduce.reproduce("table3", runs=runs, results=results, data_dir=None, say=said.append)
+    assert len(child.started) == 2
+    assert "3 of them finished before" in said[-1]
+
+
+def test_reproduce_goes_on_when_a_run_fails_and_says_which(child, tmp_path):
+    child.fails = {"mlm-lln"}
+    with pytest.raises(ValueError, match="5 runs are not finished: mlm-lln, glue-mnli-lln-seed0"):
+        reproduce.reproduce("table1", runs=tmp_path / "r", results=tmp_path / "s", data_dir=None, say=lambda text: None)
+    assert len(child.started) == len(reproduce.jobs("table1")) - 4
+
+
+def test_jobs_have_names_of_their_own_and_come_after_their_forerunners():
+    names = [job.name for job in ALL]
+    assert len(set(names)) == len(names)
+    for job in ALL:
+        assert job.after is None or names.index(job.after) < names.index(job.name)
+    with pytest.raises(ValueError, match="nothing is called 'table9' here"):
+        reproduce.jobs("table9")
