@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## see moment matching and linear cost at work (two minutes; pictures in demo-results)
+demo: $(READY)  ## see moment matching, linear cost and training at work (five minutes; pictures in demo-results)
 	$(BIN)/lln demo
 
 test: $(READY)  ## run the tests

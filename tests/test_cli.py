@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import lln.calibration
 import lln.report.demo
+import lln.report.demo_training
 from lln import cli
 
 
@@ -20,7 +21,13 @@ def run(*arguments):
 
 
 @pytest.fixture
-def small_demo(monkeypatch):
+def small_demo(monkeypatch, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"{i} is followed by {i + 1}, " * 9}) + "\n" for i in range(200)))
+    small = {"source": str(text), "vocab_size": 300, "steps": 4, "eval_every": 2, "save_every": 4, "record_every": 2}
+    small |= {"layers": 1, "width": 16, "heads": 1, "feedforward": 16, "length": 32}
+    monkeypatch.setattr(lln.report.demo_training, "SETTINGS", lln.report.demo_training.SETTINGS | small)
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(lln.report.demo, "TEMPERATURES", (1.0, 0.5))
     monkeypatch.setattr(lln.report.demo, "TOKENS", 32)
     monkeypatch.setattr(lln.report.demo, "LENGTHS", (512,))
@@ -35,10 +42,13 @@ def test_demo_writes_tables_and_pictures(small_demo, tmp_path):
     cost = json.loads((tmp_path / "new/cost.json").read_text())
     assert {row["mechanism"] for row in cost["rows"]} == {"softmax", "lln", "lln_diag"}
     assert all(row["peak_bytes"] > 0 and row["milliseconds"] > 0 for row in cost["rows"])
-    for part in ("concentration", "cost"):
+    for part in ("concentration", "cost", "training"):
         assert (tmp_path / f"new/{part}.png").read_bytes()[1:4] == b"PNG"
     assert "LLN unmatched" in done.output
     assert "speed-up" in done.output
+    assert "tokens/s" in done.output
+    for attention in ("softmax", "lln_diag"):
+        assert (tmp_path / f"new/training/{attention}/summary.json").is_file()
 
 
 def test_demo_shows_that_matching_matches(small_demo):

@@ -37,6 +37,8 @@ console = Console()
 # Columns that are set to the right.
 NUMBERS = (
     "tokens",
+    "tokens/s",
+    "validation loss",
     "temperature",
     "variance of ln P",
     "entropy (bits)",
@@ -61,7 +63,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the pictures (PNG) and numbers (JSON).")] = Path("demo-results"),
     seed: Seed = 0,
 ) -> None:
-    """Moment matching at work, and what linear attention costs: two minutes, two tables, two pictures."""
+    """Moment matching at work, what linear attention costs, and a model that learns with it: five minutes."""
+    from lln.report import demo_training
     from lln.report.demo import COSTS, MATRICES, PARTS, run_part
 
     def measured(part: str) -> list[dict[str, Any]]:
@@ -90,9 +93,15 @@ def demo(
         "torch's softmax attention keeps no N x N matrix either, so memory grows in proportion to N for all three; "
         "its time grows with the square of N."
     )
-    console.print(
-        f"Pictures and numbers are in [bold]{out}[/]: " + ", ".join(f"{part}.png, {part}.json" for part in PARTS)
-    )
+    console.print("[bold]3. Training[/]: the same small RoBERTa with both attentions, on Python's standard library")
+    runs = demo_training.train_both(out, seed=seed)
+    table = _table("attention", "validation loss", "tokens/s", "entropy (bits)")
+    for run in runs:
+        table.add_row(*demo_training.row(run))
+    console.print(table)
+    demo_training.draw(runs, out / "training.png")
+    files = [f"{part}.png, {part}.json" for part in PARTS] + ["training.png, training/"]
+    console.print(f"Pictures and numbers are in [bold]{out}[/]: {', '.join(files)}")
 
 
 @app.command()

@@ -39,16 +39,20 @@ class Run:
 
 def read_run(results: Path, name: str, *, made_by: str) -> Run:
     """A run of the results; `made_by` is what `lln reproduce` calls the runs that it belongs to."""
-    folder = results / "runs" / name
     if not is_finished(results, name):
         raise ValueError(f"{results} has no run {name}; `lln reproduce {made_by}` makes it")
+    return load_run(results / "runs" / name)
+
+
+def load_run(folder: Path) -> Run:
+    """A finished run, from its folder or from the small files of it that are kept as its result."""
     config, provenance, summary = (
         json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
         for part in ("config", "provenance", "summary")
     )
     records = folder / "records.jsonl"
     return Run(
-        name,
+        folder.name,
         config,
         provenance,
         summary,
