@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lln.checks import check_block_size, check_choice, check_inputs, check_scale
 from lln.curves import MATCHINGS, Matching
-from lln.kernels import plain
+from lln.kernels import dispatch, fused, plain
 from lln.masks import read_paddings
 from lln.moments import SCOPES, Scope, accumulator, autocast_is_on, check_causal_options, match_moments
 
@@ -120,13 +120,12 @@ def lln_diag_attention(
     """The paper's layer (figure 3): the average of LLN attention, for what is far, and block-diagonal attention, for
     what is near. Options as in `lln_attention` and `block_diagonal_attention`; needs N = M.
     """
-    near = _block_diagonal(
-        query, key, value, block_size=block_size, key_padding_mask=key_padding_mask, is_causal=is_causal
-    )
-    far = _lln(
+    check_block_size(block_size)
+    return _lln(
         query,
         key,
         value,
+        block_size=block_size,
         key_padding_mask=key_padding_mask,
         query_padding_mask=None,
         is_causal=is_causal,
@@ -134,8 +133,7 @@ def lln_diag_attention(
         beta=beta,
         matching=matching,
         scope=scope,
-    )
-    return far.add_(near).mul_(0.5).to(query.dtype)  # in place: at a million tokens each copy counts
+    ).to(query.dtype)
 
 
 def attention_matrix(
@@ -179,6 +177,7 @@ def _lln(
     key: Tensor,
     value: Tensor,
     *,
+    block_size: int | None = None,
     key_padding_mask: Tensor | None,
     query_padding_mask: Tensor | None,
     is_causal: bool,
@@ -187,16 +186,21 @@ def _lln(
     matching: Matching,
     scope: Scope,
 ) -> Tensor:
-    """LLN attention in the accumulator's dtype."""
-    check_inputs(query, key, value, same_length="is_causal=True" if is_causal else None)
+    """LLN attention, or with `block_size` its mean with block-diagonal attention, in at least the accumulator's dtype
+    unless a fused kernel has rounded already.
+    """
+    needs_same_length = "block-diagonal attention" if block_size else "is_causal=True" if is_causal else None
+    check_inputs(query, key, value, same_length=needs_same_length)
     check_choice("matching", matching, MATCHINGS)
     check_choice("scope", scope, SCOPES)
     check_causal_options(is_causal, scope, query_padding_mask)
-    _, keep = read_paddings(query, key, key_padding_mask, query_padding_mask)
+    keep_query, keep = read_paddings(query, key, key_padding_mask, query_padding_mask)
     if query.shape[2] == 0 or key.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3], dtype=accumulator(query.dtype))
+    choice: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size}
+    is_fused = dispatch.why_not_fused(query, key, value, alpha=alpha, beta=beta, **choice) is None
     matched: tuple[Tensor | None, Tensor | None] = (None, None)
-    if alpha is None or beta is None:
+    if (alpha is None or beta is None) and not (is_fused and scope == "sample"):  # which matches while it computes
         matched = match_moments(
             query,
             key,
@@ -206,14 +210,25 @@ def _lln(
             query_padding_mask=query_padding_mask,
             is_causal=is_causal,
         )
-    query_scale = broadcast_scale("alpha", alpha, matched[0], query, heads=query.shape[1])
-    key_scale = broadcast_scale("beta", beta, matched[1], key, heads=query.shape[1])
-    if not is_causal:
-        return plain.full_attention(query, key, value, query_scale, key_scale, keep)
-    batch, heads, _, head_dim = query.shape
-    memory = plain.empty_memory(batch, heads, head_dim, value.shape[3], like=query)
-    output, _ = plain.causal_attention(query, key, value, query_scale, key_scale, keep, memory)
-    return output
+    query_scale, key_scale = (
+        None if given is found is None else broadcast_scale(name, given, found, tokens, heads=query.shape[1])
+        for name, given, found, tokens in (("alpha", alpha, matched[0], query), ("beta", beta, matched[1], key))
+    )
+    if is_fused:
+        choice |= {"keep_query": keep_query, "keep_key": keep, "matching": matching}
+        return fused.attention(query, key, value, alpha=query_scale, beta=key_scale, **choice)
+    assert query_scale is not None
+    assert key_scale is not None
+    if is_causal:
+        batch, heads, _, head_dim = query.shape
+        memory = plain.empty_memory(batch, heads, head_dim, value.shape[3], like=query)
+        far, _ = plain.causal_attention(query, key, value, query_scale, key_scale, keep, memory)
+    else:
+        far = plain.full_attention(query, key, value, query_scale, key_scale, keep)
+    if block_size is None:
+        return far
+    near = plain.block_diagonal_attention(query, key, value, keep, block_size=block_size, is_causal=is_causal)
+    return far.add_(near).mul_(0.5)  # in place: at a million tokens each copy counts
 
 
 def _block_diagonal(
@@ -225,13 +240,16 @@ def _block_diagonal(
     key_padding_mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """Block-diagonal attention in the accumulator's dtype."""
+    """Block-diagonal attention, as `_lln` is in dtype."""
     check_block_size(block_size)
     check_inputs(query, key, value, same_length="block-diagonal attention")
     _, keep = read_paddings(query, key, key_padding_mask, None)
     if query.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3], dtype=accumulator(query.dtype))
-    return plain.block_diagonal_attention(query, key, value, keep, block_size=block_size, is_causal=is_causal)
+    choice: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size}
+    if dispatch.why_not_fused(query, key, value, alpha=None, beta=None, **choice) is None:
+        return fused.attention(query, key, value, keep_query=None, keep_key=keep, with_lln=False, **choice)
+    return plain.block_diagonal_attention(query, key, value, keep, **choice)
 
 
 def broadcast_scale(

@@ -51,7 +51,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     config = runs[0].config
     footer = (
         f"RoBERTa of {config['layers']} layers, {config['width']} wide, {config['heads']} heads, "
-        f"{config['steps']} steps of {config['batch_size']} x {config['length']} tokens, seed {config['seed']}  ·  lln demo"
+        f"{config['steps']} steps of {config['batch_size']} x {config['length']} tokens, "
+        f"seed {config['seed']}  ·  lln demo"
     )
     with style():
         figure, (left, right) = panels(footer, "The same model, trained with two attentions", 2, size=(10.5, 4.2))
