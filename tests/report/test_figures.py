@@ -238,7 +238,7 @@ def test_a_query_without_weight_counts_as_uniform() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"number": 3}, "there is no figure 3; number must be one of 2, 5, 6, 7"),
+        ({"number": 3}, "there is no figure 3; number must be one of 1, 2, 5, 6, 7, 8, 9, 10"),
         ({"number": "2"}, "there is no figure '2'"),
         ({"tokens": 8}, "tokens must be an int from 16 to 4096, got 8"),
         ({"tokens": 2.5}, "tokens must be an int"),
