@@ -81,7 +81,7 @@ def lln_attention(
         beta=beta,
         matching=matching,
         scope=scope,
-    ).to(query.dtype)
+    )
 
 
 @_autocast_like_sdpa
@@ -100,7 +100,7 @@ def block_diagonal_attention(
     """
     return _block_diagonal(
         query, key, value, block_size=block_size, key_padding_mask=key_padding_mask, is_causal=is_causal
-    ).to(query.dtype)
+    )
 
 
 @_autocast_like_sdpa
@@ -133,7 +133,7 @@ def lln_diag_attention(
         beta=beta,
         matching=matching,
         scope=scope,
-    ).to(query.dtype)
+    )
 
 
 def attention_matrix(
@@ -186,9 +186,7 @@ def _lln(
     matching: Matching,
     scope: Scope,
 ) -> Tensor:
-    """LLN attention, or with `block_size` its mean with block-diagonal attention, in at least the accumulator's dtype
-    unless a fused kernel has rounded already.
-    """
+    """LLN attention, or with `block_size` its mean with block-diagonal attention."""
     needs_same_length = "block-diagonal attention" if block_size else "is_causal=True" if is_causal else None
     check_inputs(query, key, value, same_length=needs_same_length)
     check_choice("matching", matching, MATCHINGS)
@@ -196,7 +194,7 @@ def _lln(
     check_causal_options(is_causal, scope, query_padding_mask)
     keep_query, keep = read_paddings(query, key, key_padding_mask, query_padding_mask)
     if query.shape[2] == 0 or key.shape[2] == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[3], dtype=accumulator(query.dtype))
+        return query.new_zeros(*query.shape[:3], value.shape[3])
     choice: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size}
     is_fused = dispatch.why_not_fused(query, key, value, alpha=alpha, beta=beta, **choice) is None
     matched: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -226,9 +224,9 @@ def _lln(
     else:
         far = plain.full_attention(query, key, value, query_scale, key_scale, keep)
     if block_size is None:
-        return far
+        return far.to(query.dtype)
     near = plain.block_diagonal_attention(query, key, value, keep, block_size=block_size, is_causal=is_causal)
-    return far.add_(near).mul_(0.5)  # in place: at a million tokens each copy counts
+    return far.add_(near).mul_(0.5).to(query.dtype)  # in place: at a million tokens each copy counts
 
 
 def _block_diagonal(
@@ -240,16 +238,16 @@ def _block_diagonal(
     key_padding_mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """Block-diagonal attention, as `_lln` is in dtype."""
+    """Block-diagonal attention."""
     check_block_size(block_size)
     check_inputs(query, key, value, same_length="block-diagonal attention")
     _, keep = read_paddings(query, key, key_padding_mask, None)
     if query.shape[2] == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[3], dtype=accumulator(query.dtype))
+        return query.new_zeros(*query.shape[:3], value.shape[3])
     choice: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size}
     if dispatch.why_not_fused(query, key, value, alpha=None, beta=None, **choice) is None:
         return fused.attention(query, key, value, keep_query=None, keep_key=keep, with_lln=False, **choice)
-    return plain.block_diagonal_attention(query, key, value, keep, **choice)
+    return plain.block_diagonal_attention(query, key, value, keep, **choice).to(query.dtype)
 
 
 def broadcast_scale(

@@ -1,0 +1,240 @@
+/* LLN attention, block-diagonal attention and their mean on a CPU, forward and backward: the entry points.
+
+   `ops.py` fills in a Job (job.h). Nothing here knows torch. Heads go to threads; where heads are too few for that,
+   tokens are cut into chunks as well, and what the chunks measure, remember and hand back is merged in their order, so
+   that the same job with the same number of threads gives the same bits. */
+
+#include "causal.h"
+
+#define EACH(index, thread, threads, total) for (long index = thread; index < (total); index += threads)
+
+typedef struct {
+    long batch, head, chunk;
+} Item;
+
+INLINE Item item_at(long index, long heads, long chunks) {
+    return (Item){index / chunks / heads, index / chunks % heads, index % chunks};
+}
+
+static void measure_queries(Plan *plan, Item at, Moments m, Scratch scratch) {
+    const Job *job = plan->job;
+    long count = plan->query_count[at.batch], c = at.chunk, n = plan->chunks;
+    measure(job, head_of(&job->query, job->type, at.batch, at.head), job->query.token, query_order(plan, at.batch),
+            chunk_start(count, c, n, TILE), chunk_start(count, c + 1, n, TILE), 1, m, scratch);
+}
+
+static void measure_keys(Plan *plan, Item at, int covariance, Moments m, Scratch scratch) {
+    const Job *job = plan->job;
+    long count = plan->key_count[at.batch], c = at.chunk, n = plan->chunks;
+    measure(job, head_of(&job->key, job->type, at.batch, at.head), job->key.token, key_order(plan, at.batch),
+            chunk_start(count, c, n, TILE), chunk_start(count, c + 1, n, TILE), covariance, m, scratch);
+}
+
+/* alpha and beta of a head where they are wanted, and the largest key of each feature. */
+static void decide(const Job *job, long b, long h, Moments q, Moments k, float *most) {
+    float *alpha = job->match_alpha ? job->alpha.data + b * job->alpha.batch + h * job->alpha.head : NULL;
+    float *beta = job->match_beta ? job->beta.data + b * job->beta.batch + h * job->beta.head : NULL;
+    if (alpha || beta) match(job, q, k, alpha, beta);
+    for (long i = 0; i < padded(job->width); i++) most[i] = k.most[i] + k.shows[i];
+}
+
+static void recall_chunk(const Plan *plan, Item at, Scratch scratch) {
+    long tokens = plan->job->queries, c = at.chunk, n = plan->chunks, step = step_of(plan->job);
+    recall(plan, at.batch, at.head, chunk_start(tokens, c, n, step), chunk_start(tokens, c + 1, n, step), scratch);
+}
+
+/* A head at a time: nothing is shared. */
+static void whole_heads(Plan *plan, long thread, long threads, Scratch *scratch) {
+    const Job *job = plan->job;
+    if (!scratch) return;
+    EACH(index, thread, threads, job->batch * job->heads) {
+        Item at = item_at(index, job->heads, 1);
+        Scratch local = *scratch;
+        if (job->with_lln && job->is_causal) {
+            causal_head(plan, at.batch, at.head, local);
+            continue;
+        }
+        if (job->with_lln) {
+            Moments q = moments_at(take(&local, moments_floats(job->width)), job->width);
+            Moments k = moments_at(take(&local, moments_floats(job->width)), job->width);
+            Memory memory = memory_at(take(&local, memory_floats(job)), job);
+            int matched = job->match_alpha || job->match_beta;
+            if (matched) measure_queries(plan, at, q, local);
+            measure_keys(plan, at, matched, k, local);
+            decide(job, at.batch, at.head, q, k, memory.most);
+            remember(plan, at.batch, at.head, 0, plan->key_count[at.batch], memory, local);
+            keep_memory(job, at.batch, at.head, plan->key_count[at.batch], memory);
+        }
+        recall_chunk(plan, at, *scratch);
+    }
+}
+
+/* Where heads share keys or are cut into chunks: step by step, all together. */
+static void together(Plan *plan, long thread, long threads, Scratch *scratch) {
+    const Job *job = plan->job;
+    long B = job->batch, H = job->heads, Hk = job->key_heads, C = plan->chunks;
+    long each = moments_floats(job->width), memories = memory_floats(job);
+    float *of_queries = plan->parts, *of_keys = of_queries + B * H * C * each, *parts = of_keys + B * Hk * C * each;
+    int matched = job->match_alpha || job->match_beta;
+    if (job->with_lln) {
+        if (scratch && matched) EACH(i, thread, threads, B * H * C)
+            measure_queries(plan, item_at(i, H, C), moments_at(of_queries + i * each, job->width), *scratch);
+        if (scratch) EACH(i, thread, threads, B * Hk * C)
+            measure_keys(plan, item_at(i, Hk, C), matched, moments_at(of_keys + i * each, job->width), *scratch);
+        wait_for_all(threads);
+        if (scratch) EACH(i, thread, threads, B * Hk) /* key moments first: several heads read them */
+            for (long c = 1; c < C; c++)
+                merge_moments(job->width, moments_at(of_keys + i * C * each, job->width),
+                              moments_at(of_keys + (i * C + c) * each, job->width));
+        wait_for_all(threads);
+        if (scratch) EACH(i, thread, threads, B * H) {
+            Scratch local = *scratch;
+            Moments q = moments_at(of_queries + i * C * each, job->width);
+            float *copy = take(&local, each); /* `match` uses it up */
+            memcpy(copy, of_keys + i / (H / Hk) * C * each, each * sizeof(float));
+            if (matched)
+                for (long c = 1; c < C; c++)
+                    merge_moments(job->width, q, moments_at(of_queries + (i * C + c) * each, job->width));
+            decide(job, i / H, i % H, q, moments_at(copy, job->width), memory_at(parts + i * C * memories, job).most);
+            for (long c = 1; c < C; c++)
+                memcpy(parts + (i * C + c) * memories, parts + i * C * memories, padded(job->width) * sizeof(float));
+        }
+        wait_for_all(threads);
+        if (scratch) EACH(i, thread, threads, B * H * C) {
+            Item at = item_at(i, H, C);
+            long count = plan->key_count[at.batch];
+            remember(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE), chunk_start(count, at.chunk + 1,
+                    C, TILE),
+                     memory_at(parts + i * memories, job), *scratch);
+        }
+        wait_for_all(threads);
+        if (scratch) EACH(i, thread, threads, B * H) {
+            float *sum = parts + i * C * memories;
+            for (long c = 1; c < C; c++)
+                for (long j = padded(job->width); j < memories; j++) sum[j] += parts[(i * C + c) * memories + j];
+            keep_memory(job, i / H, i % H, plan->key_count[i / H], memory_at(sum, job));
+        }
+        wait_for_all(threads);
+    }
+    if (scratch) EACH(i, thread, threads, B * H * C) recall_chunk(plan, item_at(i, H, C), *scratch);
+}
+
+static void near_chunk_backward(const Plan *plan, Item at, Scratch scratch) {
+    long count = plan->key_count[at.batch], c = at.chunk, n = plan->chunks, size = plan->job->block_size;
+    near_backward(plan, at.batch, at.head, chunk_start(count, c, n, size), chunk_start(count, c + 1, n, size),
+                  plan->job->with_lln ? 0.5f : 1.f, plan->job->with_lln != 0, scratch);
+}
+
+/* Gradients of whole key heads and the query heads that share them: first of the queries, who hand dL and dS to the
+   keys;
+   blocks last, added to what is there. */
+static void whole_heads_backward(Plan *plan, long thread, long threads, Scratch *scratch) {
+    const Job *job = plan->job;
+    long H = job->heads, Hk = job->key_heads, groups = H / Hk, each = handed_floats(job);
+    if (!scratch) return;
+    EACH(i, thread, threads, job->batch * Hk) {
+        Item at = item_at(i, Hk, 1);
+        float *handed = plan->parts + (at.batch * H + at.head * groups) * each;
+        if (job->with_lln && job->is_causal) {
+            if (causal_backward(plan, at.batch, at.head, *scratch)) plan->failed = 1;
+        } else if (job->with_lln) {
+            for (long g = 0; g < groups; g++)
+                recall_backward(plan, at.batch, at.head * groups + g, 0, job->queries, handed + g * each, *scratch);
+            remember_backward(plan, at.batch, at.head, 0, plan->key_count[at.batch], handed, *scratch);
+        }
+        if (job->block_size) near_chunk_backward(plan, at, *scratch);
+    }
+}
+
+/* The same step by step, all together, where heads are cut into chunks. */
+static void together_backward(Plan *plan, long thread, long threads, Scratch *scratch) {
+    const Job *job = plan->job;
+    long B = job->batch, H = job->heads, Hk = job->key_heads, C = plan->chunks, each = handed_floats(job);
+    if (job->with_lln) {
+        if (scratch) EACH(i, thread, threads, B * H * C) {
+            Item at = item_at(i, H, C);
+            recall_backward(plan, at.batch, at.head, chunk_start(job->queries, at.chunk, C, TILE),
+                            chunk_start(job->queries, at.chunk + 1, C, TILE),
+                            plan->parts + (at.chunk * B * H + at.batch * H + at.head) * each, *scratch);
+        }
+        wait_for_all(threads);
+        if (scratch) EACH(i, thread, threads, B * H)
+            for (long c = 1; c < C; c++)
+                for (long j = 0; j < each; j++) plan->parts[i * each + j] += plan->parts[(c * B * H + i) * each + j];
+        wait_for_all(threads);
+        if (scratch) EACH(i, thread, threads, B * Hk * C) {
+            Item at = item_at(i, Hk, C);
+            long count = plan->key_count[at.batch];
+            remember_backward(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE),
+                              chunk_start(count, at.chunk + 1, C, TILE),
+                              plan->parts + (at.batch * H + at.head * (H / Hk)) * each, *scratch);
+        }
+        wait_for_all(threads);
+    }
+    if (job->block_size && scratch) EACH(i, thread, threads, B * Hk * C) near_chunk_backward(plan, item_at(i, Hk, C),
+            *scratch);
+}
+
+/* Places of kept tokens and then of the others; NULL where all are kept. */
+static int32_t *read_order(const uint8_t *keep, long batch, long tokens, int64_t *count, int64_t *failed) {
+    for (long b = 0; b < batch; b++) count[b] = tokens;
+    if (!keep) return NULL;
+    int32_t *order = malloc(at_least(batch * tokens, 1) * sizeof(int32_t));
+    if (!order) {
+        *failed = 1;
+        return NULL;
+    }
+    for (long b = 0; b < batch; b++) {
+        long place = 0;
+        for (int kept = 1; kept >= 0; kept--) {
+            for (long t = 0; t < tokens; t++)
+                if ((keep[b * tokens + t] != 0) == kept) order[b * tokens + place++] = (int32_t)t;
+            if (kept) count[b] = place;
+        }
+    }
+    return order;
+}
+
+static int64_t execute(const Job *job, int is_backward) {
+    Plan plan = {.job = job};
+    long heads = job->batch * job->heads;
+    int64_t *counts = malloc(2 * at_least(job->batch, 1) * sizeof(int64_t));
+    if (!counts) return 1;
+    plan.query_count = counts;
+    plan.key_count = counts + job->batch;
+    plan.key_order = read_order(job->keep_key, job->batch, job->keys, plan.key_count, &plan.failed);
+    plan.query_order = read_order(job->keep_query, job->batch, job->queries, plan.query_count, &plan.failed);
+    int in_sequence = job->is_causal && job->with_lln; /* a head from its first token to its last */
+    long units = is_backward ? job->batch * job->key_heads : heads; /* what a thread can take whole */
+    plan.chunks = in_sequence ? 1 : choose_chunks(units, at_least(job->queries, job->keys), job->threads);
+    long shared = !in_sequence && (job->heads != job->key_heads || plan.chunks > 1);
+    long floats = is_backward ? heads * plan.chunks * handed_floats(job)
+                              : 2 * heads * plan.chunks * moments_floats(job->width) + heads * plan.chunks *
+                                      memory_floats(job);
+    if (job->with_lln && (is_backward || shared)) {
+        plan.parts = malloc(floats * sizeof(float));
+        if (!plan.parts) plan.failed = 1;
+    }
+    Work forward = shared ? together : whole_heads, backward = plan.chunks > 1 ? together_backward :
+            whole_heads_backward;
+    if (!plan.failed) run(&plan, is_backward ? backward : forward);
+    free(plan.parts);
+    free(plan.key_order);
+    free(plan.query_order);
+    free(counts);
+    return plan.failed;
+}
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT void lln_use_threads(Parallel parallel, void (*barrier)(void), int (*thread)(void), int (*team)(void)) {
+    omp_parallel = parallel;
+    omp_barrier = barrier;
+    omp_thread = thread;
+    omp_team = team;
+}
+
+/* Both give 0, or 1 if there was no memory. */
+EXPORT int64_t lln_forward(const Job *job) { return execute(job, 0); }
+
+EXPORT int64_t lln_backward(const Job *job) { return execute(job, 1); }

@@ -1,0 +1,227 @@
+/* What is to be done, by whom, and in which scratch memory. */
+#ifndef LLN_JOB_H
+#define LLN_JOB_H
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "product.h"
+
+#define TILE 64
+
+/* A tensor (B, heads, tokens, features); strides in elements, the last dimension contiguous. */
+typedef struct {
+    void *data;
+    int64_t batch, head, token;
+} Tensor;
+
+/* alpha or beta: a float for each (batch, head, token), with strides of 0 where it is the same. */
+typedef struct {
+    float *data;
+    int64_t batch, head, token;
+} Scale;
+
+/* Filled by `ops.py`, which packs the fields in this order; 8 bytes each. */
+typedef struct {
+    int64_t batch, heads, key_heads, queries, keys, width, value_width;
+    int64_t type, threads, is_causal, block_size; /* block_size 0: no blocks */
+    int64_t with_lln, match_alpha, match_beta;    /* match_*: to be computed here and written to the Scale */
+    Tensor query, key, value, output;
+    uint8_t *keep_query, *keep_key; /* (B, tokens) bool, contiguous; NULL: all */
+    Scale alpha, beta;
+    float *mass, *values; /* (B, H, D) and (B, H, D, Dv), written for the way back */
+    /* the matching curve: log s² over log variance, rows for key counts; or the line of `linear` */
+    float *curve;
+    int64_t curve_rows, curve_columns; /* 0 rows: the line */
+    double log_start, log_ratio, log_first_count, log_count_ratio, line_a, line_b;
+    /* backward only */
+    Tensor grad_output, grad_query, grad_key, grad_value;
+    float *grad_alpha, *grad_beta; /* (B, H, tokens) contiguous, or NULL */
+} Job;
+
+typedef struct {
+    const Job *job;
+    int32_t *query_order, *key_order; /* (B, tokens): kept tokens first, then the others; NULL: as they come */
+    int64_t *query_count, *key_count; /* (B): how many are kept */
+    int64_t chunks;                   /* pieces that the tokens of each head are cut into */
+    float *parts;                     /* what the pieces hand over */
+    int64_t failed;                   /* out of memory */
+} Plan;
+
+typedef struct {
+    float *next;
+} Scratch;
+
+INLINE long padded(long width) { return (width + LANES - 1) / LANES * LANES; }
+/* Rows of scratch tiles lie a cache line further apart than needed, or rows would share few sets of the cache. */
+INLINE long row_of(long width) { return padded(width) + 16; }
+INLINE long at_most(long x, long y) { return x < y ? x : y; }
+INLINE long at_least(long x, long y) { return x > y ? x : y; }
+
+INLINE float *take(Scratch *scratch, long floats) {
+    float *taken = scratch->next;
+    scratch->next += (floats + 15) / 16 * 16;
+    return taken;
+}
+
+INLINE float *take_zeros(Scratch *scratch, long floats) {
+    float *taken = take(scratch, floats);
+    memset(taken, 0, floats * sizeof(float));
+    return taken;
+}
+
+INLINE float *take_filled(Scratch *scratch, long floats, float value) {
+    float *taken = take(scratch, floats);
+    for (long i = 0; i < floats; i++) taken[i] = value;
+    return taken;
+}
+
+INLINE char *head_of(const Tensor *x, long type, long batch, long head) {
+    return (char *)x->data + (batch * x->batch + head * x->head) * bytes_of(type);
+}
+
+INLINE float scale_of(const Scale *x, long batch, long head, long token) {
+    return x->data[batch * x->batch + head * x->head + token * x->token];
+}
+
+INLINE long token_at(const int32_t *order, long place) { return order ? order[place] : place; }
+
+/* Tokens at places `first` ... of a head as rows of floats; what lies between `width` and the next vector is zero. */
+INLINE void read_typed(const long type, const char *head, long stride, const int32_t *order, long first, long count,
+                       long width, float *to, long row) {
+    for (long r = 0; r < count; r++, to += row) {
+        read_row(type, head + token_at(order, first + r) * stride * bytes_of(type), width, to);
+        for (long i = width; i < padded(width); i++) to[i] = 0.f;
+    }
+}
+
+static void read_tile(long type, const char *head, long stride, const int32_t *order, long first, long count,
+        long width,
+                      float *to, long row) {
+    if (type == FLOAT32) read_typed(FLOAT32, head, stride, order, first, count, width, to, row);
+    else if (type == BFLOAT16) read_typed(BFLOAT16, head, stride, order, first, count, width, to, row);
+    else read_typed(FLOAT16, head, stride, order, first, count, width, to, row);
+}
+
+static void write_tile(long type, char *head, long stride, const int32_t *order, long first, long count, long width,
+                       const float *from, long row) {
+    for (long r = 0; r < count; r++, from += row) {
+        void *to = head + token_at(order, first + r) * stride * bytes_of(type);
+        if (type == FLOAT32) write_row(FLOAT32, from, width, to);
+        else if (type == BFLOAT16) write_row(BFLOAT16, from, width, to);
+        else write_row(FLOAT16, from, width, to);
+    }
+}
+
+/* Rows of floats: of a tile, or of a tensor as it lies in memory. */
+typedef struct {
+    float *data;
+    long row;
+} Rows;
+
+INLINE int is_direct(long type, const int32_t *order, long width) {
+    return type == FLOAT32 && !order && width == padded(width);
+}
+
+/* Tokens at places `first` ... of a head: where they lie if they are floats in sequence, else copied to `spare`. */
+static Rows view(long type, const char *head, long stride, const int32_t *order, long first, long count, long width,
+                 float *spare) {
+    if (is_direct(type, order, width)) return (Rows){(float *)head + first * stride, stride};
+    read_tile(type, head, stride, order, first, count, width, spare, row_of(width));
+    return (Rows){spare, row_of(width)};
+}
+
+/* The tile after the one that ends at place `end`, or nothing where tokens are picked. */
+INLINE Ahead tile_after(long type, const char *head, long stride, const int32_t *order, long end, long last,
+        long width) {
+    long rows = order ? 0 : at_most(TILE, last - end);
+    return (Ahead){head + end * stride * bytes_of(type), stride * bytes_of(type), width * bytes_of(type), rows};
+}
+
+/* Room for results at places `first` ...: their own, or `spare`, from which `put` brings them there. */
+static Rows room(long type, char *head, long stride, const int32_t *order, long first, long width, float *spare) {
+    if (is_direct(type, order, width)) return (Rows){(float *)head + first * stride, stride};
+    return (Rows){spare, row_of(width)};
+}
+
+static void put(long type, char *head, long stride, const int32_t *order, long first, long count, long width,
+        Rows from) {
+    if (!is_direct(type, order, width)) write_tile(type, head, stride, order, first, count, width, from.data, from.row);
+}
+
+/* Scratch of one thread, enough for every step: tiles, blocks of softmax attention, and matrices of a head. */
+static long scratch_floats(const Job *job) {
+    long wide = row_of(at_least(job->width, job->value_width));
+    long block = job->block_size ? at_least(at_most(job->block_size, job->keys), TILE) : TILE;
+    long block_row = row_of(block);
+    return 20 * TILE * wide + 8 * wide * wide + 5 * TILE * block_row + 4 * wide * block_row + 5 * block * wide + 64 *
+            wide;
+}
+
+/* Threads are those of torch: its OpenMP library hands over these two, or else everything runs in one thread. */
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+static Parallel omp_parallel;
+static void (*omp_barrier)(void);
+static int (*omp_thread)(void);
+static int (*omp_team)(void);
+
+typedef void (*Work)(Plan *, long thread, long threads, Scratch *);
+typedef struct {
+    Plan *plan;
+    Work work;
+} Team;
+
+/* Each thread keeps its scratch memory for the next job: fresh memory costs more than a short job takes. */
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+
+static void make_scratch_key(void) { pthread_key_create(&scratch_key, free); }
+
+static float *own_scratch(long floats) {
+    long *memory = pthread_getspecific(scratch_key); /* its size, and from the next cache line on the floats */
+    if (!memory || *memory < floats) {
+        free(memory);
+        memory = malloc((floats + 32) * sizeof(float));
+        if (memory) *memory = floats;
+        pthread_setspecific(scratch_key, memory);
+    }
+    return memory ? (float *)(((uintptr_t)memory + 127) & ~(uintptr_t)63) : NULL;
+}
+
+static void work_in_team(void *argument) {
+    Team *team = argument;
+    float *memory = own_scratch(scratch_floats(team->plan->job));
+    if (!memory) team->plan->failed = 1;
+    Scratch scratch = {memory};
+    int alone = !omp_parallel || team->plan->job->threads < 2;
+    team->work(team->plan, alone ? 0 : omp_thread(), alone ? 1 : omp_team(), memory ? &scratch : NULL);
+}
+
+static void wait_for_all(long threads) {
+    if (threads > 1) omp_barrier();
+}
+
+static void run(Plan *plan, Work work) {
+    Team team = {plan, work};
+    pthread_once(&scratch_once, make_scratch_key);
+    if (omp_parallel && plan->job->threads > 1) omp_parallel(work_in_team, &team, (unsigned)plan->job->threads, 0);
+    else work_in_team(&team);
+}
+
+/* In how many pieces to cut each head so that all threads have about the same to do; the same for the same job. */
+static long choose_chunks(long heads, long tokens, long threads) {
+    long most = at_least(1, at_most(threads, tokens / (2 * TILE)));
+    for (long chunks = 1; chunks < most; chunks++) {
+        long rounds = (heads * chunks + threads - 1) / threads;
+        if (heads * chunks >= 0.85 * rounds * threads) return chunks;
+    }
+    return most;
+}
+
+/* Tokens of piece `chunk`: whole tiles, or whole blocks, so that the cut moves no tile. */
+INLINE long chunk_start(long tokens, long chunk, long chunks, long step) {
+    long steps = (tokens + step - 1) / step;
+    return at_most(tokens, steps * chunk / chunks * step);
+}
+
+#endif

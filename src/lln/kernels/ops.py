@@ -1,0 +1,223 @@
+"""The fused CPU code as functions of tensors: called directly, and registered as torch.library custom ops.
+
+`forward` and `backward` take the sequence apart exactly as `plain` does; `curve_of` hands over the matching curve.
+Shapes: B batch, H heads, N queries, M keys, D features, V value width.
+"""
+
+import functools
+import math
+import os
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln import curves
+from lln.curves import Matching
+from lln.kernels.build import load
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+JOB = struct.Struct("=14q16q2q8q2q3q6d16q2q")  # the fields of `Job` in cpu/job.h
+NO_TENSOR = (0, 0, 0, 0)
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True  # torch's threads stay behind in the parent: the child works alone
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Curve(NamedTuple):
+    """The matching curve for a head dimension in memory that stays; the last fields are those of the Job."""
+
+    memory: Tensor
+    fields: tuple[float, ...]
+
+
+@functools.cache
+def curve_of(head_dim: int, matching: Matching) -> Curve:
+    table = curves.TABLE
+    start, ratio = table["score_variance"]["start"], table["score_variance"]["ratio"]
+    a, b = curves.linear_constants(head_dim)
+    counts = table["num_keys"]
+    rows: list[list[float]] = []
+    if matching == "variance":
+        rows = [curves._between_head_dims(table["variance"], head_dim)]
+    elif matching == "entropy":
+        tables = ([curve[n] for curve in table["entropy"]] for n in range(len(counts)))
+        rows = [curves._between_head_dims(curve, head_dim) for curve in tables]
+    memory = torch.tensor(rows, dtype=torch.float32)
+    logs = (math.log(start), math.log(ratio), math.log(counts[0]), math.log(counts[1] / counts[0]))
+    return Curve(memory, (memory.data_ptr(), len(rows), len(rows[0]) if rows else 0, *logs, a, b))
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep_query: Tensor | None,
+    keep_key: Tensor | None,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    with_lln: bool,
+    block_size: int,
+    is_causal: bool,
+    matching: Matching,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, alpha, beta, and the log-mass (B, H, D) and mean values (B, H, D, V) of all keys.
+
+    `block_size` 0 is LLN attention; otherwise the mean of LLN and the attention inside blocks, or the latter alone.
+    """
+    output, *scales, mass, values = make_room(query, value, alpha, beta, with_lln, is_causal)
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    _run(
+        "lln_forward",
+        query,
+        key,
+        value,
+        output,
+        keep_query,
+        keep_key,
+        scales,
+        (mass, values),
+        (with_lln, alpha is None and with_lln, beta is None and with_lln, block_size, is_causal),
+        curve_of(query.shape[3], matching).fields,
+        NO_TENSOR * 4,
+        (0, 0),
+    )
+    return output, scales[0], scales[1], mass, values
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep_key: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    mass: Tensor,
+    values: Tensor,
+    with_lln: bool,
+    block_size: int,
+    is_causal: bool,
+    grad_scales: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, and with `grad_scales` those of alpha and beta, (B, H, tokens)."""
+    *grads, grad_alpha, grad_beta = make_gradients(query, key, value, keep_key, grad_scales)
+    query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
+    _run(
+        "lln_backward",
+        query,
+        key,
+        value,
+        grad,
+        None,
+        keep_key,
+        [alpha, beta],
+        (mass, values),
+        (with_lln, False, False, block_size, is_causal),
+        (0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+        (*_layout(grad), *(field for x in grads for field in _layout(x))),
+        (grad_alpha.data_ptr(), grad_beta.data_ptr()) if grad_scales else (0, 0),
+    )
+    return grads[0], grads[1], grads[2], grad_alpha, grad_beta
+
+
+def make_room(
+    query: Tensor, value: Tensor, alpha: Tensor | None, beta: Tensor | None, with_lln: bool, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Empty tensors for what `forward` returns; the given alpha and beta as they are.
+
+    The output has tokens and heads in memory as the query has them: no copy for whoever joins heads.
+    """
+    batch, heads, tokens, width = query.shape
+    value_width = value.shape[3]
+    if query.stride(1) < query.stride(2):
+        output = query.new_empty(batch, tokens, heads, value_width).transpose(1, 2)
+    else:
+        output = query.new_empty(batch, heads, tokens, value_width)
+    floats = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
+    matched = (batch, heads, tokens if is_causal else 1) if with_lln else (0,)
+    kept = width if with_lln and not is_causal else 0
+    return (
+        output,
+        floats(matched) if alpha is None else alpha,
+        floats(matched) if beta is None else beta,
+        floats(batch, heads, kept),
+        floats(batch, heads, kept, value_width),
+    )
+
+
+def make_gradients(
+    query: Tensor, key: Tensor, value: Tensor, keep_key: Tensor | None, grad_scales: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tensors for what `backward` returns: zeros where padding gets no gradient, else empty."""
+    make = torch.empty_like if keep_key is None else torch.zeros_like
+    batch, heads, tokens, _ = query.shape
+    shapes = ((batch, heads, n) if grad_scales else (0,) for n in (tokens, key.shape[2]))
+    grad_alpha, grad_beta = (query.new_zeros(shape, dtype=torch.float32) for shape in shapes)
+    return make(query), make(key), make(value), grad_alpha, grad_beta
+
+
+def _run(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    keep_query: Tensor | None,
+    keep_key: Tensor | None,
+    scales: list[Tensor],
+    memory: tuple[Tensor, Tensor],
+    options: tuple[bool, bool, bool, int, bool],
+    curve: tuple[float, ...],
+    grads: tuple[Any, ...],
+    grad_scales: tuple[int, ...],
+) -> None:
+    with_lln, match_alpha, match_beta, block_size, is_causal = options
+    (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
+    keep_query, keep_key = (None if x is None else x.contiguous() for x in (keep_query, keep_key))
+    q, k, v, o = query.stride(), key.stride(), value.stride(), output.stride()
+    job = JOB.pack(
+        *(batch, heads, key_heads, queries, keys, width, value_width),
+        *(TYPES[query.dtype], 1 if _forked else torch.get_num_threads(), is_causal, block_size),
+        *(with_lln, match_alpha, match_beta),
+        *(query.data_ptr(), q[0], q[1], q[2], key.data_ptr(), k[0], k[1], k[2]),
+        *(value.data_ptr(), v[0], v[1], v[2], output.data_ptr(), o[0], o[1], o[2]),
+        *(0 if keep_query is None else keep_query.data_ptr(), 0 if keep_key is None else keep_key.data_ptr()),
+        *_scale_layout(scales[0]),
+        *_scale_layout(scales[1]),
+        *(memory[0].data_ptr(), memory[1].data_ptr()),
+        *curve,
+        *grads,
+        *grad_scales,
+    )
+    if getattr(load(), name)(job) != 0:
+        raise MemoryError("no memory for the scratch space of attention")
+
+
+def _layout(x: Tensor) -> tuple[int, int, int, int]:
+    return (x.data_ptr(), *x.stride()[:3])  # type: ignore[return-value]
+
+
+def _scale_layout(scale: Tensor) -> tuple[int, int, int, int]:
+    """Pointer and strides for (batch, head, token), 0 where a scale is the same for all."""
+    if scale.dim() != 3:
+        return NO_TENSOR
+    (batch, head, token), sizes = scale.stride(), scale.shape
+    return (
+        scale.data_ptr(),
+        batch if sizes[0] > 1 else 0,
+        head if sizes[1] > 1 else 0,
+        token if sizes[2] > 1 else 0,
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
