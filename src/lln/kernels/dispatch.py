@@ -77,7 +77,6 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else False
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_not_at_all() -> str | None:
     """What keeps the fused code from running whatever the input: a setting, or this machine."""
     wanted = os.environ.get("LLN_KERNEL", "")
@@ -86,6 +85,10 @@ def why_not_at_all() -> str | None:
     if wanted not in ("", "cpu_fused"):
         raise ValueError(f"LLN_KERNEL must be torch, cpu_fused or not set, got {wanted!r}")
     return build_problem()
+
+
+# All that torch.compiler.assume_constant_result does; calling it would import the compiler, which takes seconds.
+why_not_at_all._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -68,13 +68,13 @@ static void causal_tile(const Plan *plan, long b, long h, long start, long rows,
     t->key = view(type, head_of(&job->key, type, b, group), job->key.token, NULL, start, rows, D, t->key_spare);
     if (job->keep_key) { /* what is not kept may be anything, and weighs nothing */
         read_tile(type, head_of(&job->value, type, b, group), job->value.token, NULL, start, rows, V, t->value_spare,
-                row_of(V));
+                  row_of(V));
         t->value = (Rows){t->value_spare, row_of(V)};
         for (long r = 0; r < rows; r++)
             if (!is_kept(job, b, start + r)) memset(t->value_spare + r * row_of(V), 0, padded(V) * sizeof(float));
     } else {
         t->value = view(type, head_of(&job->value, type, b, group), job->value.token, NULL, start, rows, V,
-                t->value_spare);
+                        t->value_spare);
     }
     memcpy(before, t->most, vector * sizeof(float));
     memcpy(seen, t->most, vector * sizeof(float));
@@ -182,7 +182,7 @@ static void causal_head(const Plan *plan, long b, long h, Scratch scratch) {
     if (job->match_alpha || job->match_beta) match_prefixes(plan, b, h, scratch);
     float *mass = take_zeros(&scratch, vector), *values = take_zeros(&scratch, D * v_row);
     float *output = take(&scratch, TILE * v_row), *inside = take(&scratch, TILE * v_row), *compact = take(&scratch,
-            TILE * row);
+                                                                                                          TILE * row);
     Causal t = causal_begin(job, &scratch);
     Near near = near_begin(job, &scratch);
     for (long start = 0; start < job->keys; start += t.rows) {
@@ -197,7 +197,7 @@ static void causal_head(const Plan *plan, long b, long h, Scratch scratch) {
         for (long r = 0; r < t.rows; r++) {
             float sum = weight_sum(&t, r, mass, row, square, vector), share = sum == 0.f ? 0.f : weight / sum;
             for (long j = 0; j < wide; j += LANES) store(out.data + r * out.row + j,
-                    load(out.data + r * out.row + j) * share);
+                                                         load(out.data + r * out.row + j) * share);
         }
         if (job->block_size) {
             long count = 0;
@@ -205,7 +205,7 @@ static void causal_head(const Plan *plan, long b, long h, Scratch scratch) {
             Rows q = t.query;
             if (order) {
                 read_tile(type, head_of(&job->query, type, b, h), job->query.token, order, rank, count, D, compact,
-                        row);
+                          row);
                 q = (Rows){compact, row};
             }
             near_attend(plan, b, h, rank, rank + count, q, weight, (Rows){inside, v_row}, &near, scratch);
@@ -249,7 +249,7 @@ static void causal_queries_backward(const Plan *plan, long b, long h, History *p
     float weight = job->block_size ? 0.5f : 1.f;
     float *mass = take_zeros(&scratch, vector), *values_T = take_zeros(&scratch, V * row);
     float *grads = take(&scratch, TILE * v_row), *value_T = take(&scratch, V * square), *pairs = take(&scratch,
-            TILE * square);
+                                                                                                      TILE * square);
     float *grad_phi = take(&scratch, TILE * row);
     Causal t = causal_begin(job, &scratch);
     past->tiles = 0;
@@ -263,7 +263,7 @@ static void causal_queries_backward(const Plan *plan, long b, long h, History *p
             fade_columns(V, t.fade, values_T, row, vector);
         }
         Rows g = view(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, NULL, start, t.rows, V,
-                grads);
+                      grads);
         Rows to = room(type, head_of(&job->grad_query, type, b, h), job->grad_query.token, NULL, start, D, grad_phi);
         multiply(t.rows, vector, V, g.data, g.row, values_T, row, grad_phi, row, 0);
         pair_gradients(&t, g, V, value_T, pairs);
@@ -303,8 +303,7 @@ static void causal_queries_backward(const Plan *plan, long b, long h, History *p
 
 /* dk and dv of a head, from the last tile to the first, added to rows of floats; `first`: there is nothing yet. */
 static void causal_keys_backward(const Plan *plan, long b, long h, const History *past, Rows grad_keys,
-        Rows grad_values,
-                                 int first, Scratch scratch) {
+                                 Rows grad_values, int first, Scratch scratch) {
     const Job *job = plan->job;
     long type = job->type, D = job->width, V = job->value_width, row = row_of(D), v_row = row_of(V),
             square = row_of(TILE);
@@ -313,7 +312,7 @@ static void causal_keys_backward(const Plan *plan, long b, long h, const History
     float *later = take_zeros(&scratch, D * v_row), *later_T = take(&scratch, V * row),
             *later_mean = take_zeros(&scratch, vector);
     float *grads = take(&scratch, TILE * v_row), *value_T = take(&scratch, V * square), *pairs = take(&scratch,
-            TILE * square);
+                                                                                                      TILE * square);
     float *grad_psi = take(&scratch, TILE * row), *grad_value = take(&scratch, TILE * v_row);
     Causal t = causal_begin(job, &scratch);
     for (long tile = past->tiles - 1; tile >= 0; tile--) {
@@ -321,7 +320,7 @@ static void causal_keys_backward(const Plan *plan, long b, long h, const History
         const float *most = past->most + tile * vector;
         if (tile + 1 < past->tiles) {
             for (long i = 0; i < vector; i += LANES) store(t.fade + i,
-                    exponential(load(most + i) - load(most + vector + i)));
+                                                           exponential(load(most + i) - load(most + vector + i)));
             fade_columns(1, t.fade, later_mean, 0, vector);
             fade_rows(D, t.fade, later, v_row, wide);
         }
@@ -329,7 +328,7 @@ static void causal_keys_backward(const Plan *plan, long b, long h, const History
         causal_tile(plan, b, h, start, past->starts[tile + 1] - start, &t, scratch);
         transpose(D, V, vector, later, v_row, later_T, row);
         read_tile(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, NULL, start, t.rows, V, grads,
-                v_row);
+                  v_row);
         Rows g = {grads, v_row};
         multiply(t.rows, vector, V, t.value.data, t.value.row, later_T, row, grad_psi, row, 0);
         multiply(t.rows, wide, D, t.psi, row, later, v_row, grad_value, v_row, 0);
@@ -394,7 +393,7 @@ static int causal_backward(const Plan *plan, long b, long key_head, Scratch scra
         }
         if (!direct_k) write_tile(type, to_k, job->grad_key.token, NULL, 0, tokens, job->width, sums, vector);
         if (!direct_v) write_tile(type, to_v, job->grad_value.token, NULL, 0, tokens, job->value_width,
-                sums + tokens * vector, wide);
+                                  sums + tokens * vector, wide);
     }
     free(memory);
     free(starts);

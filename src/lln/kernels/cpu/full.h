@@ -15,7 +15,7 @@ INLINE const int32_t *query_order(const Plan *plan, long b) {
 
 /* Queries come in their order, but with blocks in that of the blocks: kept tokens first. */
 INLINE const int32_t *output_order(const Plan *plan, long b) { return plan->job->block_size ? key_order(plan,
-        b) : NULL; }
+                                                                                                        b) : NULL; }
 
 /* What is kept of some keys: sums over them of e = exp(beta (k - most)), and of that times the values. */
 typedef struct {
@@ -31,7 +31,7 @@ INLINE Memory memory_at(float *memory, const Job *job) {
 
 /* e = exp(beta (k - most)) of some keys, and its sums over tokens added to `mass`. */
 static void weigh_keys(long rows, long vector, float beta, const float *most, Rows keys, float *tile, long row,
-        float *mass) {
+                       float *mass) {
     for (long i = 0; i < vector; i += LANES) {
         vf from = load(most + i), sum = same(0.f);
         for (long r = 0; r < rows; r++) {
@@ -64,16 +64,14 @@ static void remember(const Plan *plan, long b, long h, long first, long end, Mem
     for (long start = first; start < end; start += TILE) {
         long rows = at_most(TILE, end - start);
         Rows k = view(type, head_of(&job->key, type, b, group), job->key.token, key_order(plan, b), start, rows, D,
-                keys);
+                      keys);
         Rows v = view(type, head_of(&job->value, type, b, group), job->value.token, key_order(plan, b), start, rows, V,
                       values);
         weigh_keys(rows, padded(D), beta, memory.most, k, keys, k_row, memory.mass);
         Ahead next = tile_after(type, head_of(&job->value, type, b, group), job->value.token, key_order(plan, b),
-                start + rows,
-                                end, V);
+                                start + rows, end, V);
         multiply_transposed_and_fetch(D, padded(V), rows, keys, k_row, v.data, v.row, memory.values, v_row,
-                start > first,
-                                      &next);
+                                      start > first, &next);
     }
 }
 
@@ -151,14 +149,13 @@ INLINE void softmax_rows(const int count, const int vectors, float alpha, const 
 }
 
 static void feature_softmax(long rows, long vector, float alpha, const float *mass, float weight, Rows queries,
-        float *tile,
-                            long row) {
+                            float *tile, long row) {
     int vectors = (int)(vector / LANES);
     long r = 0;
     for (; r + 2 <= rows; r += 2) {
         const float *query = queries.data + r * queries.row;
-        if (vectors == 64 / LANES) softmax_rows(2, 64 / LANES, alpha, mass, weight, query, queries.row,
-                tile + r * row, row);
+        if (vectors == 64 / LANES) softmax_rows(2, 64 / LANES, alpha, mass, weight, query, queries.row, tile + r * row,
+                                                row);
         else softmax_rows(2, vectors, alpha, mass, weight, query, queries.row, tile + r * row, row);
     }
     for (; r < rows; r++)
@@ -198,7 +195,7 @@ static void recall(const Plan *plan, long b, long h, long first, long end, Scrat
                 feature_softmax(rows, padded(D), alpha, mass, weight, q, queries, q_row);
                 if (inside) multiply(inside, padded(V), D, queries, q_row, values, v_row, out.data, out.row, 1);
                 Ahead next = tile_after(type, head_of(&job->query, type, b, h), job->query.token, order, from + rows,
-                        end, D);
+                                        end, D);
                 multiply_and_fetch(rows - inside, padded(V), D, queries + inside * q_row, q_row, values, v_row,
                                    out.data + inside * out.row, out.row, 0, &next);
             } else {
@@ -229,7 +226,7 @@ static void recall_backward(const Plan *plan, long b, long h, long first, long e
         long rows = at_most(TILE, end - start);
         Rows q = view(type, head_of(&job->query, type, b, h), job->query.token, NULL, start, rows, D, queries);
         Rows g = view(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, NULL, start, rows, V,
-                grads);
+                      grads);
         Rows to = room(type, head_of(&job->grad_query, type, b, h), job->grad_query.token, NULL, start, D, grad_shares);
         feature_softmax(rows, vector, alpha, mass, weight, q, shares, q_row);
         multiply(rows, vector, V, g.data, g.row, values_T, q_row, grad_shares, q_row, 0);
@@ -270,7 +267,7 @@ static void remember_backward(const Plan *plan, long b, long key_head, long firs
         Rows k = view(type, head_of(&job->key, type, b, key_head), job->key.token, order, start, rows, D, keys);
         Rows v = view(type, head_of(&job->value, type, b, key_head), job->value.token, order, start, rows, V, values);
         Rows to_k = room(type, head_of(&job->grad_key, type, b, key_head), job->grad_key.token, order, start, D,
-                grad_keys);
+                         grad_keys);
         Rows to_v = room(type, head_of(&job->grad_value, type, b, key_head), job->grad_value.token, order, start, V,
                          grad_values);
         for (long g = 0; g < groups; g++) {

@@ -103,9 +103,9 @@ static void together(Plan *plan, long thread, long threads, Scratch *scratch) {
         if (scratch) EACH(i, thread, threads, B * H * C) {
             Item at = item_at(i, H, C);
             long count = plan->key_count[at.batch];
-            remember(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE), chunk_start(count, at.chunk + 1,
-                    C, TILE),
-                     memory_at(parts + i * memories, job), *scratch);
+            remember(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE), chunk_start(count, at.chunk + 1, C,
+                                                                                                 TILE),
+                    memory_at(parts + i * memories, job), *scratch);
         }
         wait_for_all(threads);
         if (scratch) EACH(i, thread, threads, B * H) {
@@ -155,7 +155,7 @@ static void together_backward(Plan *plan, long thread, long threads, Scratch *sc
             Item at = item_at(i, H, C);
             recall_backward(plan, at.batch, at.head, chunk_start(job->queries, at.chunk, C, TILE),
                             chunk_start(job->queries, at.chunk + 1, C, TILE),
-                            plan->parts + (at.chunk * B * H + at.batch * H + at.head) * each, *scratch);
+                    plan->parts + (at.chunk * B * H + at.batch * H + at.head) * each, *scratch);
         }
         wait_for_all(threads);
         if (scratch) EACH(i, thread, threads, B * H)
@@ -165,14 +165,14 @@ static void together_backward(Plan *plan, long thread, long threads, Scratch *sc
         if (scratch) EACH(i, thread, threads, B * Hk * C) {
             Item at = item_at(i, Hk, C);
             long count = plan->key_count[at.batch];
-            remember_backward(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE),
-                              chunk_start(count, at.chunk + 1, C, TILE),
-                              plan->parts + (at.batch * H + at.head * (H / Hk)) * each, *scratch);
+            remember_backward(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE), chunk_start(count,
+                                                                                                          at.chunk + 1,
+                    C, TILE), plan->parts + (at.batch * H + at.head * (H / Hk)) * each, *scratch);
         }
         wait_for_all(threads);
     }
     if (job->block_size && scratch) EACH(i, thread, threads, B * Hk * C) near_chunk_backward(plan, item_at(i, Hk, C),
-            *scratch);
+                                                                                             *scratch);
 }
 
 /* Places of kept tokens and then of the others; NULL where all are kept. */

@@ -96,8 +96,7 @@ INLINE void read_typed(const long type, const char *head, long stride, const int
 }
 
 static void read_tile(long type, const char *head, long stride, const int32_t *order, long first, long count,
-        long width,
-                      float *to, long row) {
+                      long width, float *to, long row) {
     if (type == FLOAT32) read_typed(FLOAT32, head, stride, order, first, count, width, to, row);
     else if (type == BFLOAT16) read_typed(BFLOAT16, head, stride, order, first, count, width, to, row);
     else read_typed(FLOAT16, head, stride, order, first, count, width, to, row);
@@ -133,7 +132,7 @@ static Rows view(long type, const char *head, long stride, const int32_t *order,
 
 /* The tile after the one that ends at place `end`, or nothing where tokens are picked. */
 INLINE Ahead tile_after(long type, const char *head, long stride, const int32_t *order, long end, long last,
-        long width) {
+                        long width) {
     long rows = order ? 0 : at_most(TILE, last - end);
     return (Ahead){head + end * stride * bytes_of(type), stride * bytes_of(type), width * bytes_of(type), rows};
 }
@@ -145,7 +144,7 @@ static Rows room(long type, char *head, long stride, const int32_t *order, long 
 }
 
 static void put(long type, char *head, long stride, const int32_t *order, long first, long count, long width,
-        Rows from) {
+                Rows from) {
     if (!is_direct(type, order, width)) write_tile(type, head, stride, order, first, count, width, from.data, from.row);
 }
 

@@ -85,8 +85,8 @@ static void measure(const Job *job, const char *head, long stride, const int32_t
         float before = *m.count;
         Rows from = view(job->type, head, stride, order, start, count, width, spare);
         long i = 0;
-        for (; i + 2 * LANES <= vector; i += 2 * LANES) measure_columns(2, i, count, before, covariance, m, from,
-                tile, row);
+        for (; i + 2 * LANES <= vector; i += 2 * LANES) measure_columns(2, i, count, before, covariance, m, from, tile,
+                                                                        row);
         if (i < vector) measure_columns(1, i, count, before, covariance, m, from, tile, row);
         Ahead next = tile_after(job->type, head, stride, order, start + count, end, width);
         if (covariance) gram(vector, count + (before > 0), tile, row, m.covariance, row, before > 0, &next);
@@ -131,7 +131,7 @@ static double matched_spread(const Job *job, double variance, double keys) {
     }
     double last = job->curve_columns - 1, inside = column < 0 ? 0 : column > last ? last : column;
     long top = at_most((long)row, at_least(job->curve_rows - 2, 0)), left = at_most((long)inside,
-            job->curve_columns - 2);
+                                                                                    job->curve_columns - 2);
     long bottom = at_most(top + 1, job->curve_rows - 1);
     double down = row - top, right = inside - left;
     const float *upper = job->curve + top * job->curve_columns + left;

@@ -27,7 +27,7 @@ static Near near_begin(const Job *job, Scratch *scratch) {
 
 /* Rows of softmax(scores / sqrt(D)) times `weight`, in place; row r sees `seen`, or with `step` 1 `seen + r` keys. */
 static void near_softmax(long rows, long keys, long seen, long step, float scale, float weight, float *scores,
-        long row) {
+                         long row) {
     long vector = padded(keys);
     for (long r = 0; r < rows; r++, scores += row) {
         long limit = step ? seen + r : seen, stop = padded(limit);
@@ -58,20 +58,17 @@ static void near_attend(const Plan *plan, long b, long h, long first, long end, 
         if (near->stop != stop) {
             Scratch local = scratch;
             Rows k = view(job->type, head_of(&job->key, job->type, b, group), job->key.token, order, start, keys,
-                    job->width,
-                          take(&local, size * row_of(job->width)));
+                          job->width, take(&local, size * row_of(job->width)));
             transpose(keys, job->width, padded(keys), k.data, k.row, near->keys_T, row);
             near->values = view(job->type, head_of(&job->value, job->type, b, group), job->value.token, order, start,
-                    keys,
-                                job->value_width, near->spare);
+                                keys, job->value_width, near->spare);
             near->stop = stop;
         }
         multiply(rows, padded(keys), job->width, queries.data, queries.row, near->keys_T, row, near->weights, row, 0);
         long seen = job->is_causal ? first - start + 1 : keys;
         near_softmax(rows, keys, seen, job->is_causal, 1.f / sqrtf(job->width), weight, near->weights, row);
         multiply(rows, padded(job->value_width), keys, near->weights, row, near->values.data, near->values.row,
-                output.data,
-                 output.row, 0);
+                 output.data, output.row, 0);
         first += rows;
         queries.data += rows * queries.row;
         output.data += rows * output.row;
@@ -80,8 +77,7 @@ static void near_attend(const Plan *plan, long b, long h, long first, long end, 
 
 /* Write rows, or add them to what is there. */
 static void give(long type, char *head, long stride, const int32_t *order, long first, long count, long width,
-        float *rows,
-                 long row, int add, float *spare) {
+                 float *rows, long row, int add, float *spare) {
     if (add) {
         read_tile(type, head, stride, order, first, count, width, spare, row);
         for (long r = 0; r < count; r++)
@@ -119,8 +115,7 @@ static void near_backward(const Plan *plan, long b, long key_head, long first, l
                 long rows = at_most(TILE, start + count - from), seen = job->is_causal ? from - start + 1 : count;
                 Rows q = view(type, head_of(&job->query, type, b, h), job->query.token, order, from, rows, D, queries);
                 Rows g = view(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, order, from, rows,
-                        V,
-                              grads);
+                              V, grads);
                 multiply(rows, padded(count), D, q.data, q.row, keys_T, row, weights, row, 0);
                 near_softmax(rows, count, seen, job->is_causal, scale, weight, weights, row);
                 multiply(rows, padded(count), V, g.data, g.row, values_T, row, grad_weights, row, 0);
@@ -136,8 +131,7 @@ static void near_backward(const Plan *plan, long b, long key_head, long first, l
                 multiply_transposed(count, padded(D), rows, grad_weights, row, q.data, q.row, grad_keys, q_row, 1);
                 multiply(rows, padded(D), count, grad_weights, row, k.data, k.row, grad_queries, q_row, 0);
                 give(type, head_of(&job->grad_query, type, b, h), job->grad_query.token, order, from, rows, D,
-                        grad_queries,
-                     q_row, add, spare);
+                     grad_queries, q_row, add, spare);
             }
         }
         for (long from = 0; from < count; from += TILE) {
@@ -145,8 +139,7 @@ static void near_backward(const Plan *plan, long b, long key_head, long first, l
             give(type, head_of(&job->grad_key, type, b, key_head), job->grad_key.token, order, start + from, rows, D,
                  grad_keys + from * q_row, q_row, add, spare);
             give(type, head_of(&job->grad_value, type, b, key_head), job->grad_value.token, order, start + from, rows,
-                    V,
-                 grad_values + from * v_row, v_row, add, spare);
+                 V, grad_values + from * v_row, v_row, add, spare);
         }
     }
 }

@@ -59,14 +59,15 @@ static void match_prefixes(const Plan *plan, long b, long h, Scratch scratch) {
                 add_entries(keys + r * row, D, sums_k);
             }
             float sigma_q = sigma_of_sums(sums_q, count > 0 ? count : 1), sigma_k = sigma_of_sums(sums_k,
-                    count > 0 ? count : 1);
+                                                                                                  count > 0 ? count :
+                    1);
             double product = (double)sigma_q * sigma_k > LARGEST_ENTRY ? LARGEST_ENTRY : (double)sigma_q * sigma_k;
             double share = sqrt(matched_spread(job, product * product, count) / 2);
             alpha = divided(share, sigma_q);
             beta = divided(share, sigma_k);
             long token = start + r;
-            if (job->match_alpha) job->alpha.data[b * job->alpha.batch + h * job->alpha.head + token *
-                    job->alpha.token] = alpha;
+            if (job->match_alpha) job->alpha.data[b * job->alpha.batch + h * job->alpha.head + token * job->alpha.token]
+                    = alpha;
             if (job->match_beta) job->beta.data[b * job->beta.batch + h * job->beta.head + token * job->beta.token] =
                     beta;
         }

@@ -64,7 +64,7 @@ INLINE void strip(const int cols, long rows, long depth, const float *a, long a_
 /* c (rows x width) = a b, or += with `add`; a is (rows x depth), b (depth x width), width a multiple of LANES. */
 static __attribute__((noinline)) void multiply_and_fetch(long rows, long width, long depth, const float *a, long a_row,
                                                          const float *b, long b_row, float *c, long c_row, int add,
-                                                         Ahead *ahead) {
+        Ahead *ahead) {
     long j = 0;
     for (; j + 2 * LANES <= width; j += 2 * LANES)
         strip(2, rows, depth, a, a_row, 1, b + j, b_row, c + j, c_row, add, ahead);
@@ -72,15 +72,14 @@ static __attribute__((noinline)) void multiply_and_fetch(long rows, long width, 
 }
 
 INLINE void multiply(long rows, long width, long depth, const float *a, long a_row, const float *b, long b_row,
-        float *c,
-                     long c_row, int add) {
+                     float *c, long c_row, int add) {
     multiply_and_fetch(rows, width, depth, a, a_row, b, b_row, c, c_row, add, NULL);
 }
 
 /* c (rows x width) = or += aᵀ b; a is (depth x rows), b (depth x width). */
 static __attribute__((noinline)) void multiply_transposed_and_fetch(long rows, long width, long depth, const float *a,
                                                                     long a_row, const float *b, long b_row, float *c,
-                                                                    long c_row, int add, Ahead *ahead) {
+        long c_row, int add, Ahead *ahead) {
     long j = 0;
     for (; j + 2 * LANES <= width; j += 2 * LANES)
         strip(2, rows, depth, a, 1, a_row, b + j, b_row, c + j, c_row, add, ahead);
@@ -88,15 +87,13 @@ static __attribute__((noinline)) void multiply_transposed_and_fetch(long rows, l
 }
 
 INLINE void multiply_transposed(long rows, long width, long depth, const float *a, long a_row, const float *b,
-        long b_row,
-                                float *c, long c_row, int add) {
+                                long b_row, float *c, long c_row, int add) {
     multiply_transposed_and_fetch(rows, width, depth, a, a_row, b, b_row, c, c_row, add, NULL);
 }
 
 /* The upper triangle of c (width x width) = or += aᵀ a; beside the diagonal some of the lower one is written, too. */
 static __attribute__((noinline)) void gram(long width, long depth, const float *a, long a_row, float *c, long c_row,
-        int add,
-                                           Ahead *ahead) {
+                                           int add, Ahead *ahead) {
     long j = 0;
     for (; j + 2 * LANES <= width; j += 2 * LANES)
         strip(2, j + 2 * LANES, depth, a, 1, a_row, a + j, a_row, c + j, c_row, add, ahead);
@@ -134,11 +131,11 @@ INLINE void transpose_block(const float *from, long from_row, float *to, long to
 
 /* to (cols x rows) = fromᵀ (rows x cols), with zeros up to `rows_filled`; cols is a multiple of 8. */
 static void transpose(long rows, long cols, long rows_filled, const float *from, long from_row, float *to,
-        long to_row) {
+                      long to_row) {
     long whole = rows / 8 * 8;
     for (long r = 0; r < whole; r += 8)
         for (long c = 0; c < cols; c += 8) transpose_block(from + r * from_row + c, from_row, to + c * to_row + r,
-                to_row);
+                                                           to_row);
     for (long c = 0; c < cols; c++) {
         for (long r = whole; r < rows; r++) to[c * to_row + r] = from[r * from_row + c];
         for (long r = rows; r < rows_filled; r++) to[c * to_row + r] = 0.f;
