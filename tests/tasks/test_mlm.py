@@ -8,7 +8,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from lln.tasks.mlm import MlmConfig, RobertaForMaskedLM, roberta_config, train
+from lln.tasks.mlm import MlmConfig, RobertaForMaskedLM, roberta_config, start_local, train
 from lln.tasks.presets import GlueConfig, VisionConfig
 from lln.train_cli import app, parse_options
 
@@ -35,6 +35,20 @@ def test_same_loss_as_the_model_it_stands_for(config):
     torch.testing.assert_close(ours(tokens).logits, expected.logits)
     number = int((labels != -100).sum())
     torch.testing.assert_close(ours(tokens, labels=labels, num_items_in_batch=2 * number)["loss"], expected.loss / 2)
+
+
+@pytest.mark.parametrize(("scale", "least", "most"), [(0.0, 0.9, 1.1), (2.0, 2.0, 20.0)], ids=["random", "local"])
+def test_local_start_attends_to_neighbours(config, scale, least, most):
+    torch.manual_seed(0)
+    config.hidden_size, config.intermediate_size, config.initializer_range = 64, 64, 0.05
+    model = RobertaForMaskedLM(config)
+    if scale:
+        start_local(model, scale)
+    model.set_attn_implementation("eager")
+    tokens = torch.randint(5, 50, (8, 48))
+    weights = model.eval().roberta(tokens, output_attentions=True).attentions[0]
+    near = weights.diagonal(1, dim1=2, dim2=3).mean() * 48  # against uniform attention
+    assert least < near < most
 
 
 def test_saved_under_the_name_of_the_model_it_stands_for(config, tmp_path):

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, RobertaConfig
+from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 
 from lln.hf import convert
 from lln.tasks.data.folder import data_dir as find_data
@@ -21,7 +22,7 @@ from lln.tasks.presets import MlmConfig
 from lln.tasks.run import open_run, processes
 from lln.tasks.trainer import Batch, Scores, Summary, fit
 
-__all__ = ["MlmConfig", "RobertaForMaskedLM", "build_model", "roberta_config", "scores", "train"]
+__all__ = ["MlmConfig", "RobertaForMaskedLM", "build_model", "roberta_config", "scores", "start_local", "train"]
 
 
 class RobertaForMaskedLM(transformers.RobertaForMaskedLM):  # type: ignore[no-untyped-call]
@@ -77,7 +78,32 @@ def roberta_config(config: MlmConfig, tokenizer: PreTrainedTokenizerFast) -> Rob
 def build_model(config: MlmConfig, tokenizer: PreTrainedTokenizerFast) -> RobertaForMaskedLM:
     torch.manual_seed(config.seed)
     model = RobertaForMaskedLM(roberta_config(config, tokenizer))  # type: ignore[no-untyped-call]
+    if config.local_start:
+        start_local(model, config.local_start)
     return convert(model, config.attention, **config.options)
+
+
+@torch.no_grad()
+def start_local(model: RobertaForMaskedLM, scale: float) -> None:
+    """Let every token attend to its neighbours from the first step on.
+
+    Which tokens are neighbours is all that a random start must find out before anything else can be learned: millions
+    of tokens go by, in which the loss stays where a bag of words has it. With sinusoids for positions, and queries and
+    keys that are nearly what they are made from, near positions have high scores (Trockman and Kolter: Mimetic
+    Initialization of Self-Attention Layers). All of it is learned further.
+    """
+    embeddings = model.roberta.embeddings
+    positions = embeddings.position_embeddings.weight
+    count, width = positions.shape
+    frequencies = 10_000 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.arange(count)[:, None] * frequencies
+    sinusoids = torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)  # of variance one half
+    positions.copy_(sinusoids * 2**0.5 * scale * model.config.initializer_range)
+    positions[embeddings.padding_idx] = 0
+    for module in model.modules():
+        if isinstance(module, RobertaSelfAttention):
+            module.query.weight += torch.eye(width)
+            module.key.weight += torch.eye(width)
 
 
 def train(config: MlmConfig, *, out: Path | None = None, data_dir: Path | None = None, quiet: bool = False) -> Summary:

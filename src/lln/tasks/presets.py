@@ -30,23 +30,30 @@ class MlmConfig(TrainConfig):
     dropout: float = setting(0.1, "Dropout of activations.")
     attention_dropout: float = setting(0.1, "Dropout of attention weights; of value rows where there are no weights.")
     initial_std: float = setting(0.02, "Standard deviation of the first weights.")
+    local_start: float = setting(
+        0.0,
+        "0: positions, queries and keys start at random. Above: so that tokens attend to their neighbours, positions "
+        "as sinusoids, so many times as wide as words, and query and key matrices near the identity.",
+    )
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
         "laptop": {
-            "steps": 2000,
-            "batch_size": 16,
-            "learning_rate": 2e-3,
-            "clip": 1.0,
+            "vocab_size": 4096,
             "layers": 2,
             "width": 128,
             "heads": 2,
             "feedforward": 512,
             "dropout": 0.0,
             "attention_dropout": 0.0,
-            # As wide as RoBERTa-base's 0.02 makes queries and keys; with less, attention takes long to form.
+            # As wide as RoBERTa-base's 0.02 makes queries and keys.
             "initial_std": 0.05,
-            "eval_every": 200,
+            "local_start": 2.0,
+            "steps": 4000,
+            "batch_size": 16,
+            "learning_rate": 2e-3,
+            "eval_every": 250,
             "eval_examples": 400,
+            "save_every": 250,
         },
         "paper": {
             "steps": 125_000,
@@ -140,9 +147,9 @@ class VisionConfig(TrainConfig):
             "image_size": 64,
             "patch_size": 8,
             "layers": 4,
-            "width": 96,
-            "heads": 3,
-            "feedforward": 384,
+            "width": 64,
+            "heads": 2,
+            "feedforward": 256,
             "eval_every": 350,
             "save_every": 100,
             "record_every": 50,
