@@ -15,12 +15,12 @@ LOOKS = {"softmax": Look("softmax", BLACK, "-"), "lln_diag": Look("LLN+Diag", PU
 SETTINGS: dict[str, Any] = {
     "source": "stdlib",
     "vocab_size": 2048,
-    "steps": 600,
+    "steps": 1500,
     "batch_size": 8,
-    "eval_every": 100,
+    "eval_every": 250,
     "eval_examples": 200,
-    "record_every": 50,
-    "save_every": 600,
+    "record_every": 100,
+    "save_every": 1500,
 }
 
 
