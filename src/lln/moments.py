@@ -33,7 +33,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 CHUNK_TOKENS = 2048
 # What is computed for one piece has about this many entries: a processor keeps them in its cache, and an accelerator
 # needs many more at once to be busy. (Tokens of a piece: see `piece_tokens`.)
-PIECE_ENTRIES, ACCELERATOR_FACTOR = 2**19, 32
+PIECE_ENTRIES, ACCELERATOR_FACTOR = 2**20, 16
 
 # Statistics see larger entries as this, so that no square or sum of squares overflows float32.
 LARGEST_ENTRY = 1e15

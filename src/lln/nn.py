@@ -10,7 +10,7 @@ from torch.nn.functional import dropout, linear
 
 from lln.checks import check_block_size, check_choice, check_scale, known
 from lln.curves import MATCHINGS, Matching
-from lln.functional import block_diagonal_attention, lln_attention
+from lln.functional import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.moments import SCOPES, Moments, Scope, measure_moments
 
 Statistics = Literal["live", "running"]
@@ -215,11 +215,14 @@ class LLNDiagAttention(LLNAttention):
         query_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        near = block_diagonal_attention(
-            query, key, value, block_size=self.block_size, key_padding_mask=key_padding_mask, is_causal=is_causal
-        )
-        masks = {"key_padding_mask": key_padding_mask, "query_padding_mask": query_padding_mask}
-        return self.join(super().forward(query, key, value, is_causal=is_causal, **masks), near)
+        masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        if self.combine == "average" and query_padding_mask is None:  # one call, which a fused kernel takes whole
+            self._check_heads(query)
+            alpha, beta = self.scales(query, key, key_padding_mask=key_padding_mask)
+            scales: dict[str, Any] = {"alpha": alpha, "beta": beta, "matching": self.matching, "scope": self.scope}
+            return lln_diag_attention(query, key, value, block_size=self.block_size, **masks, **scales)
+        near = block_diagonal_attention(query, key, value, block_size=self.block_size, **masks)
+        return self.join(super().forward(query, key, value, query_padding_mask=query_padding_mask, **masks), near)
 
     def join(self, far: Tensor, near: Tensor) -> Tensor:
         """The output from those of the two branches."""

@@ -16,6 +16,8 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+from lln.cache import cache_folder
+
 FLAGS = [
     "-std=gnu11",
     "-O3",
@@ -69,7 +71,7 @@ def build(flavour: str) -> Path:
     )
     flags = [*FLAGS, *FLAVOURS[flavour][0]]
     key = hashlib.sha256(repr((sources, _version(compiler), flags, platform.machine())).encode()).hexdigest()[:16]
-    folder = cache_folder()
+    folder = cache_folder() / "kernels"
     library = folder / f"fused-{flavour}-{key}.so"
     if library.is_file():
         return library
@@ -87,14 +89,6 @@ def build(flavour: str) -> Path:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"building in {folder} failed: {error}") from error
     return library
-
-
-def cache_folder() -> Path:
-    if "LLN_CACHE" in os.environ:
-        return Path(os.environ["LLN_CACHE"]) / "kernels"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "lln" / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lln" / "kernels"
 
 
 def cpu_flags() -> set[str]:

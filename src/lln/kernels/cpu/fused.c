@@ -4,9 +4,14 @@
    tokens are cut into chunks as well, and what the chunks measure, remember and hand back is merged in their order, so
    that the same job with the same number of threads gives the same bits. */
 
+#include <sys/mman.h>
+
 #include "causal.h"
 
 #define EACH(index, thread, threads, total) for (long index = thread; index < (total); index += threads)
+/* The same for work that shares nothing: whoever is free takes the next, so that no one waits for a disturbed core. */
+#define NEXT(index, plan, total) \
+    for (long index; (index = __atomic_fetch_add(&(plan)->taken, 1, __ATOMIC_RELAXED)) < (total);)
 
 typedef struct {
     long batch, head, chunk;
@@ -46,8 +51,9 @@ static void recall_chunk(const Plan *plan, Item at, Scratch scratch) {
 /* A head at a time: nothing is shared. */
 static void whole_heads(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
+    (void)thread, (void)threads;
     if (!scratch) return;
-    EACH(index, thread, threads, job->batch * job->heads) {
+    NEXT(index, plan, job->batch * job->heads) {
         Item at = item_at(index, job->heads, 1);
         Scratch local = *scratch;
         if (job->with_lln && job->is_causal) {
@@ -131,8 +137,9 @@ static void near_chunk_backward(const Plan *plan, Item at, Scratch scratch) {
 static void whole_heads_backward(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
     long H = job->heads, Hk = job->key_heads, groups = H / Hk, each = handed_floats(job);
+    (void)thread, (void)threads;
     if (!scratch) return;
-    EACH(i, thread, threads, job->batch * Hk) {
+    NEXT(i, plan, job->batch * Hk) {
         Item at = item_at(i, Hk, 1);
         float *handed = plan->parts + (at.batch * H + at.head * groups) * each;
         if (job->with_lln && job->is_causal) {
@@ -195,6 +202,20 @@ static int32_t *read_order(const uint8_t *keep, long batch, long tokens, int64_t
     return order;
 }
 
+/* Ask for large pages where a result is so large that the C library maps it anew for every call: touching it page by page
+   for the first time would take as long as computing it. */
+static void in_large_pages(const Job *job, const Tensor *x, long heads, long tokens, long width) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = 2 << 20;
+    long floats = (job->batch - 1) * x->batch + (heads - 1) * x->head + (tokens - 1) * x->token + width;
+    uintptr_t first = ((uintptr_t)x->data + page - 1) & ~(page - 1);
+    uintptr_t end = ((uintptr_t)x->data + floats * bytes_of(job->type)) & ~(page - 1);
+    if (x->data && floats * bytes_of(job->type) >= 32 << 20) madvise((void *)first, end - first, MADV_HUGEPAGE);
+#else
+    (void)job, (void)x, (void)heads, (void)tokens, (void)width;
+#endif
+}
+
 static int64_t execute(const Job *job, int is_backward) {
     Plan plan = {.job = job};
     long heads = job->batch * job->heads;
@@ -217,6 +238,13 @@ static int64_t execute(const Job *job, int is_backward) {
     }
     Work forward = shared ? together : whole_heads, backward = plan.chunks > 1 ? together_backward :
             whole_heads_backward;
+    if (is_backward) {
+        in_large_pages(job, &job->grad_query, job->heads, job->queries, job->width);
+        in_large_pages(job, &job->grad_key, job->key_heads, job->keys, job->width);
+        in_large_pages(job, &job->grad_value, job->key_heads, job->keys, job->value_width);
+    } else {
+        in_large_pages(job, &job->output, job->heads, job->queries, job->value_width);
+    }
     if (!plan.failed) run(&plan, is_backward ? backward : forward);
     free(plan.parts);
     free(plan.key_order);

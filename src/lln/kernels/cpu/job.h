@@ -46,6 +46,7 @@ typedef struct {
     int64_t chunks;                   /* pieces that the tokens of each head are cut into */
     float *parts;                     /* what the pieces hand over */
     int64_t failed;                   /* out of memory */
+    int64_t taken;                    /* pieces of work that some thread has begun */
 } Plan;
 
 typedef struct {

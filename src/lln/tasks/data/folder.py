@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from lln.cache import cache_folder
+
 
 def data_dir(given: Path | None = None) -> Path | None:
     """The folder of the data: `given`, else the environment variable LLN_DATA, else None."""
@@ -25,10 +27,8 @@ def data_dir(given: Path | None = None) -> Path | None:
 
 
 def cache_dir() -> Path:
-    """The folder of the cache: the environment variable LLN_CACHE, else lln in the user's cache folder. Made if new."""
-    chosen = os.environ.get("LLN_CACHE")
-    folder = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lln"
-    folder = folder.expanduser()
+    """The folder of the cache, made if it is new."""
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
