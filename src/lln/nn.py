@@ -1,5 +1,6 @@
 """Modules: LLN attention on (query, key, value), and a drop-in for torch.nn.MultiheadAttention."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -160,13 +161,44 @@ class LLNAttention(nn.Module):
         )
 
 
-class LLNDiagAttention(LLNAttention):
-    """LLN attention for what is far and block-diagonal softmax attention for what is near (figure 3).
+class JoinedBranches(nn.Module):
+    """What LLN attention says of the far and block-diagonal attention of the near, put together.
 
     - `combine="average"`: half of each, the paper's layer;
-    - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks, both 1/2 at first;
-    - `combine="scale"`: a learned factor for each branch, head and value feature (needs `value_dim` where it is not
-      `head_dim`), 1/2 at first.
+    - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks;
+    - `combine="scale"`: a learned factor for each branch, head and value feature.
+
+    `share` is what LLN has at first where it is learned.
+    """
+
+    def _prepare_join(self, combine: Combine, share: float, num_heads: int, value_dim: int) -> None:
+        check_choice("combine", combine, get_args(Combine))
+        if not 0.0 < share < 1.0:
+            raise ValueError(f"share must be between 0 and 1, got {share}")
+        if combine == "average" and share != 0.5:
+            raise ValueError(f'an average has a share of 0.5, got {share}; use combine="ratio" or "scale"')
+        self.combine: Combine = combine
+        if combine == "ratio":
+            self.ratio_logit = nn.Parameter(torch.full((num_heads,), math.log(share / (1 - share))))
+        elif combine == "scale":
+            self.far_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), share))
+            self.near_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), 1 - share))
+
+    def join(self, far: Tensor, near: Tensor) -> Tensor:
+        """The output from those of the two branches."""
+        if self.combine == "average":
+            return (far + near) / 2
+        if self.combine == "ratio":
+            share = self.ratio_logit.sigmoid().to(far.dtype)[:, None, None]
+            return share * far + (1 - share) * near
+        return self.far_scale.to(far.dtype) * far + self.near_scale.to(far.dtype) * near
+
+
+class LLNDiagAttention(LLNAttention, JoinedBranches):
+    """LLN attention for what is far and block-diagonal softmax attention for what is near (figure 3).
+
+    `combine` and `share` say how the two are put together, see `JoinedBranches`; `combine="scale"` needs `value_dim`
+    where it is not `head_dim`.
     """
 
     def __init__(
@@ -176,6 +208,7 @@ class LLNDiagAttention(LLNAttention):
         *,
         block_size: int = 64,
         combine: Combine = "average",
+        share: float = 0.5,
         value_dim: int | None = None,
         matching: Matching = "variance",
         scope: Scope = "sample",
@@ -195,15 +228,8 @@ class LLNDiagAttention(LLNAttention):
             beta=beta,
         )
         check_block_size(block_size)
-        check_choice("combine", combine, get_args(Combine))
         self.block_size = block_size
-        self.combine: Combine = combine
-        if combine == "ratio":
-            self.ratio_logit = nn.Parameter(torch.zeros(num_heads))
-        elif combine == "scale":
-            shape = (num_heads, 1, value_dim or head_dim)
-            self.far_scale = nn.Parameter(torch.full(shape, 0.5))
-            self.near_scale = nn.Parameter(torch.full(shape, 0.5))
+        self._prepare_join(combine, share, num_heads, value_dim or head_dim)
 
     def forward(
         self,
@@ -223,15 +249,6 @@ class LLNDiagAttention(LLNAttention):
             return lln_diag_attention(query, key, value, block_size=self.block_size, **masks, **scales)
         near = block_diagonal_attention(query, key, value, block_size=self.block_size, **masks)
         return self.join(super().forward(query, key, value, query_padding_mask=query_padding_mask, **masks), near)
-
-    def join(self, far: Tensor, near: Tensor) -> Tensor:
-        """The output from those of the two branches."""
-        if self.combine == "average":
-            return (far + near) / 2
-        if self.combine == "ratio":
-            share = self.ratio_logit.sigmoid().to(far.dtype)[:, None, None]
-            return share * far + (1 - share) * near
-        return self.far_scale.to(far.dtype) * far + self.near_scale.to(far.dtype) * near
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block_size={self.block_size}, combine={self.combine!r}"

@@ -51,8 +51,9 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.state is None:
             self.state = _empty_state(cast(LLN, mechanism), query, key, value)
         keep = None if attention_mask is None else attention_mask[:, -query.shape[2] :]
-        output, self.state = self.state.prefill(query, key, value, key_padding_mask=keep)
-        return output
+        far, near, self.state = self.state.branches(query, key, value, key_padding_mask=keep)
+        output = mechanism.join(far, near) if isinstance(mechanism, LLNDiag) and near is not None else far
+        return output.to(query.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0

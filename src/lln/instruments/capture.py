@@ -18,7 +18,7 @@ from lln.instruments.reading import Options, read
 from lln.instruments.rows import MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding
 from lln.moments import accumulator, match_moments
-from lln.nn import LLNAttention, LLNDiagAttention
+from lln.nn import JoinedBranches, LLNAttention, LLNDiagAttention
 from lln.zoo import Mechanism
 from lln.zoo.core import LLN, BlockDiagonal, LLNDiag
 
@@ -163,8 +163,11 @@ def from_ours(
         _match_batch(options, query, key)
     if isinstance(module, LLNDiagAttention) and module.combine != "scale":
         options["kind"], options["block_size"] = "lln_diag", module.block_size
-    capture = take(choose, query, key, options)
-    if isinstance(module, LLNDiagAttention) and module.combine == "ratio":
+    return _with_share(take(choose, query, key, options), module)
+
+
+def _with_share(capture: Capture, module: nn.Module | None) -> Capture:
+    if isinstance(module, JoinedBranches) and module.combine == "ratio":
         capture.share = module.ratio_logit.sigmoid()[capture.heads].to(capture.query.dtype)
     return capture
 
@@ -209,7 +212,7 @@ def from_hugging_face(
         if attention_mask is not None:
             options["key_padding_mask"] = attention_mask.bool()
         _add_settings(options, mechanism, query, key, scale)
-        return take(choose, query, key, options, scale=scale)
+        return _with_share(take(choose, query, key, options, scale=scale), mechanism)
     if not isinstance(attention_mask, Tensor):
         raise UnreadableError(f"a mask of type {type(attention_mask).__name__} cannot be read; use attention 'sdpa'")
     if kind != "softmax":
@@ -224,6 +227,8 @@ def _add_settings(options: Options, mechanism: Mechanism | None, query: Tensor, 
     """The settings of one of our mechanisms in the zoo."""
     if isinstance(mechanism, (LLNDiag, BlockDiagonal)):
         options["block_size"] = mechanism.block_size
+    if isinstance(mechanism, LLNDiag) and mechanism.combine == "scale":
+        options["kind"] = "lln"  # as in `from_ours`
     if isinstance(mechanism, LLN):
         options["matching"], options["alpha"], options["beta"] = mechanism.matching, mechanism.alpha, mechanism.beta
         if mechanism.scope == "batch":

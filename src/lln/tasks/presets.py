@@ -48,7 +48,7 @@ class MlmConfig(TrainConfig):
             # As wide as RoBERTa-base's 0.02 makes queries and keys.
             "initial_std": 0.05,
             "local_start": 2.0,
-            "steps": 4000,
+            "steps": 3000,
             "batch_size": 16,
             "learning_rate": 2e-3,
             "eval_every": 250,
@@ -90,8 +90,8 @@ class GlueConfig(TrainConfig):
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
         "laptop": {
-            "epochs": 2.0,
-            "train_examples": 20_000,
+            "epochs": 1.0,
+            "train_examples": 24_000,
             "learning_rate": 3e-4,
             "attention_dropout": 0.0,
             "save_every": 200,

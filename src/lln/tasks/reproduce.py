@@ -18,10 +18,18 @@ from pathlib import Path
 # Files of a run folder that make up its result.
 RESULT_FILES = ("config.json", "provenance.json", "summary.json", "metrics.jsonl", "records.jsonl")
 
-PRETRAINED = ("softmax", "lln", "lln_diag", "elu", "performer", "nystrom", "cosformer")
+# LLN+Diag whose heads learn how much they take of LLN, and begin with little.
+LEARNED_SHARE = ("lln_diag", "--option", "combine=ratio", "--option", "share=0.1")
+# What is compared: the name in run folders, and the attention with its options.
+ATTENTIONS = {
+    **{name: (name,) for name in ("softmax", "lln", "lln_diag", "elu", "performer", "nystrom", "cosformer")},
+    "lln_diag_learned": LEARNED_SHARE,
+    "linformer": ("linformer",),
+}
+PRETRAINED = ("softmax", "lln_diag_learned", "lln_diag", "lln", "elu", "performer", "nystrom", "cosformer")
 GLUE = ("mnli", "qnli", "qqp", "sst2")
-SECOND_SEED = ("softmax", "lln_diag")
-IMAGE = ("softmax", "lln_diag", "linformer")
+SECOND_SEED = ("softmax", "lln_diag_learned", "lln_diag")
+IMAGE = ("softmax", "lln_diag_learned", "lln_diag", "linformer")
 # Figure 10 sweeps alpha = beta around the values that matching finds (figure 9).
 FIXED_SCALES = ("0.5", "1", "2", "3", "4")
 HALF_SCALES = ("2", "4")
@@ -38,8 +46,8 @@ class Job:
     after: str | None = None
 
 
-def pretraining(attention: str) -> Job:
-    return Job(f"mlm-{attention}", ("mlm", "--attention", attention))
+def pretraining(name: str) -> Job:
+    return Job(f"mlm-{name}", ("mlm", "--attention", *ATTENTIONS[name]))
 
 
 def fine_tuning(task: str, attention: str, seed: int) -> Job:
@@ -63,7 +71,7 @@ def jobs(target: str) -> list[Job]:
             *map(pretraining, PRETRAINED),
             *(fine_tuning(task, name, seed) for name in PRETRAINED for seed in seeds[name] for task in GLUE),
         ],
-        "table3": [vision(attention, attention) for attention in IMAGE],
+        "table3": [vision(name, *ATTENTIONS[name]) for name in IMAGE],
         "figure1": [
             Job(
                 f"one-head-{name}",

@@ -1,5 +1,7 @@
 """The mechanisms of this library and softmax attention, under the interface of the zoo."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -7,6 +9,7 @@ from lln.curves import Matching
 from lln.functional import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.masks import blank
 from lln.moments import Scope
+from lln.nn import Combine, JoinedBranches
 from lln.zoo.registry import Mechanism, register
 from lln.zoo.window import on_kept_tokens
 
@@ -122,8 +125,8 @@ class LLN(Mechanism):
     padding=True,
     cross=False,
 )
-class LLNDiag(LLN):
-    """The average of LLN attention and softmax attention inside blocks of C tokens."""
+class LLNDiag(LLN, JoinedBranches):
+    """LLN attention and softmax attention inside blocks of C tokens: their average, or a learned mixture."""
 
     def __init__(
         self,
@@ -132,6 +135,8 @@ class LLNDiag(LLN):
         head_dim: int,
         max_len: int | None = None,
         block_size: int = 64,
+        combine: Combine = "average",
+        share: float = 0.5,
         matching: Matching = "variance",
         scope: Scope = "sample",
         alpha: float | None = None,
@@ -147,17 +152,21 @@ class LLNDiag(LLN):
             beta=beta,
         )
         self.block_size = block_size
+        self._prepare_join(combine, share, num_heads, head_dim)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
+        masks: dict[str, Any] = {"key_padding_mask": keep, "is_causal": is_causal}
+        if self.combine != "average":
+            near = block_diagonal_attention(query, key, value, block_size=self.block_size, **masks)
+            return self.join(super().attend(query, key, value, keep, is_causal), near)
         return lln_diag_attention(
             query,
             key,
             value,
             block_size=self.block_size,
-            key_padding_mask=keep,
-            is_causal=is_causal,
             alpha=self.alpha,
             beta=self.beta,
             matching=self.matching,
             scope=self.scope,
+            **masks,
         )
