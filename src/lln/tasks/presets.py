@@ -139,7 +139,7 @@ class VisionConfig(TrainConfig):
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
         "laptop": {
-            "epochs": 10.0,
+            "epochs": 6.0,
             "batch_size": 64,
             "learning_rate": 1e-3,
             "decay": "cosine",

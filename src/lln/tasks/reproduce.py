@@ -28,10 +28,22 @@ ATTENTIONS = {
 }
 PRETRAINED = ("softmax", "lln_diag_learned", "lln_diag", "lln", "elu", "performer", "nystrom", "cosformer")
 GLUE = ("mnli", "qnli", "qqp", "sst2")
-SECOND_SEED = ("softmax", "lln_diag_learned", "lln_diag")
+SECOND_SEED = ("softmax", "lln_diag_learned")
 IMAGE = ("softmax", "lln_diag_learned", "lln_diag", "linformer")
+# What LLN+Diag is compared with to find what matters in pre-training, at two thirds of the steps.
+ABLATION = {
+    "softmax": ("softmax",),
+    "blocks": ("block_diagonal",),
+    "average": ("lln_diag",),
+    "entropy": ("lln_diag", "--option", "matching=entropy"),
+    "block32": ("lln_diag", "--option", "block_size=32"),
+    "alpha1": ("lln_diag", "--option", "alpha=1", "--option", "beta=1"),
+    "alpha2": ("lln_diag", "--option", "alpha=2", "--option", "beta=2"),
+    "scale": ("lln_diag", "--option", "combine=scale"),
+    "learned": LEARNED_SHARE,
+}
 # Figure 10 sweeps alpha = beta around the values that matching finds (figure 9).
-FIXED_SCALES = ("0.5", "1", "2", "3", "4")
+FIXED_SCALES = ("0.5", "1", "2", "4")
 HALF_SCALES = ("2", "4")
 # float16 has no fast path on most CPUs: these runs are short, and the loss scale grows fast enough to find its limit.
 SHORT_HALF = ("--precision", "fp16", "--steps", "200", "--batch-size", "4", "--scale-window", "10", "--log-every", "1")
@@ -85,6 +97,10 @@ def jobs(target: str) -> list[Job]:
             *(vision(f"lln-{scale}", "lln", *fixed(scale)) for scale in FIXED_SCALES),
             vision("fp16-lln", "lln", *SHORT_HALF),
             *(vision(f"fp16-lln-{scale}", "lln", *SHORT_HALF, *fixed(scale)) for scale in HALF_SCALES),
+        ],
+        "ablation": [
+            Job(f"ablation-{name}", ("mlm", "--steps", "2000", "--attention", *arguments))
+            for name, arguments in ABLATION.items()
         ],
     }
     targets["all"] = [job for listed in targets.values() for job in listed]
