@@ -43,6 +43,22 @@ def test_combinations_start_as_the_average_and_learn(tokens, combine):
         torch.testing.assert_close(module(q, k, v), expected)
 
 
+@pytest.mark.parametrize("combine", ["ratio", "scale"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_a_learned_mixture_starts_with_the_share_that_is_given(tokens, combine, is_causal):
+    q, k, v = tokens(N=33)
+    keep = torch.tensor([33, 20])
+    expected = 0.2 * lln.lln_attention(q, k, v, key_padding_mask=keep, is_causal=is_causal)
+    expected += 0.8 * lln.block_diagonal_attention(q, k, v, block_size=8, key_padding_mask=keep, is_causal=is_causal)
+    options = {"block_size": 8, "combine": combine, "share": 0.2}
+    for module in (
+        lln.LLNDiagAttention(4, 16, **options),
+        lln.zoo.build("lln_diag", num_heads=4, head_dim=16, **options),
+    ):
+        made = module.double()(q, k, v, key_padding_mask=keep, is_causal=is_causal)
+        torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_running_statistics_are_frozen_in_eval(tokens, is_causal):
     module = lln.LLNAttention(4, 16, statistics="running", momentum=0.2).double()
@@ -122,6 +138,10 @@ def test_modules_refuse_what_does_not_fit(tokens):
             lln.LLNAttention(4, 16, **options)
     with pytest.raises(ValueError, match="combine must be one of"):
         lln.LLNDiagAttention(4, 16, combine="sum")
+    with pytest.raises(ValueError, match="share must be between 0 and 1"):
+        lln.LLNDiagAttention(4, 16, combine="ratio", share=1.0)
+    with pytest.raises(ValueError, match=r"an average has a share of 0\.5"):
+        lln.LLNDiagAttention(4, 16, share=0.1)
     with pytest.raises(ValueError, match="block_size"):
         lln.LLNDiagAttention(4, 16, block_size=0)
 

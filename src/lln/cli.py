@@ -194,14 +194,14 @@ def figure(
 
 @app.command()
 def table(
-    number: Annotated[int, typer.Argument(help="The number of the table in the paper.")],
+    name: Annotated[str, typer.Argument(help="The number of a table in the paper, or ablation.")],
     out: Annotated[Path, typer.Option(help="Folder for the Markdown and the PNG.")] = Path("tables"),
     results: Results = Path("results"),
 ) -> None:
     """Make a table of the paper from recorded results, the published numbers beside ours."""
     from lln.report.tables import table as make
 
-    made, *paths = make(number, results=results, out=out)
+    made, *paths = make(name, results=results, out=out)
     shown = Table(*made.columns, title=made.title, title_justify="left")
     for row in made.rows:
         shown.add_row(*row)
@@ -212,7 +212,7 @@ def table(
 
 @app.command()
 def reproduce(
-    target: Annotated[str, typer.Argument(help="table1, table3, figure1, figure8, figure10, or all.")],
+    target: Annotated[str, typer.Argument(help="table1, table3, figure1, figure8, figure10, ablation, or all.")],
     runs: Annotated[Path, typer.Option(help="Folder for the runs, with their checkpoints.")] = Path("runs"),
     results: Results = Path("results"),
     data_dir: Annotated[Path | None, typer.Option(help="Folder with data; left out, LLN_DATA.")] = None,

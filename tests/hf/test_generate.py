@@ -19,7 +19,10 @@ KINDS = {
     "lln": ("lln", {}),
     "lln_diag": ("lln_diag", {"block_size": 7}),
     "given": ("lln_diag", {"block_size": 4, "alpha": 1.2, "beta": 0.8}),
+    "ratio": ("lln_diag", {"block_size": 7, "combine": "ratio", "share": 0.1}),
+    "scale": ("lln_diag", {"block_size": 7, "combine": "scale", "share": 0.3}),
 }
+BRIEF = ("given", "ratio", "scale")
 
 
 def generate(model, inputs, tokens=15, **options):
@@ -28,7 +31,7 @@ def generate(model, inputs, tokens=15, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [(kind, how) for kind in KINDS for how in (("greedy",) if kind == "given" else HOW)]
+    ("kind", "how"), [(kind, how) for kind in KINDS for how in (("greedy",) if kind in BRIEF else HOW)]
 )
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_tokens_are_those_without_a_cache(family, kind, how, make, batch):

@@ -1,5 +1,7 @@
 """The recorder on converted models: the right mechanism, with its options."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -62,6 +64,23 @@ def test_recorded_as_converted(family, options, make, batch, tmp_path):
             scale = scale[:, keep[sample].nonzero()[-1, 0]] if causal else scale
             wanted = torch.full((4,), settings[name]) if name in settings else scale
             torch.testing.assert_close(torch.tensor([r[name] for r in of_layer]), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_learned_share_is_recorded_as_it_mixes(make, batch, tmp_path):
+    model = lln.hf.convert(make("roberta"), "lln_diag", block_size=5, combine="ratio", share=0.1)
+    inputs = batch()
+    records, heard = hear(model, inputs, tmp_path / "r.jsonl")
+    keep = inputs["attention_mask"].bool()
+    sample = keep.sum(1).tolist().index(records[0]["tokens"])
+    for layer, (query, key) in enumerate(heard):
+        far, near = (
+            lln.attention_matrix(query, key, kind=kind, key_padding_mask=keep, block_size=5)[sample][:, keep[sample]]
+            for kind in ("lln", "block_diagonal")
+        )
+        mixed = 0.1 * far + 0.9 * near
+        expected = -torch.xlogy(mixed, mixed).sum(dim=-1).mean(dim=-1) / math.log(2)
+        found = torch.tensor([r["entropy"] for r in records[4 * layer : 4 * layer + 4]])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_by_name(make, batch, tmp_path):

@@ -11,6 +11,7 @@ from lln import zoo
 
 CASES = {
     "lln_diag": ("roberta", "lln_diag", {"block_size": 5, "matching": "entropy"}),
+    "learned": ("roberta", "lln_diag", {"block_size": 5, "combine": "ratio", "share": 0.1}),
     "linformer": ("roberta", "linformer", {"rank": 6}),
     "performer": ("bert", "performer", {}),
     "tnn": ("llama", "tnn", {}),

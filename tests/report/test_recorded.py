@@ -69,7 +69,7 @@ def test_table_1_has_the_published_rows_and_means_over_seeds(results, tmp_path):
     assert markdown.read_text() == made.markdown()
     assert picture.stat().st_size > 5_000
     rows = {row[0]: row for row in made.rows}
-    assert len(rows) == 14
+    assert len(rows) == 15
     softmax = next(row for row in made.rows if row[5] == "87.0")
     runs = [json.loads((results / "runs" / f"glue-sst2-softmax-seed{s}" / "summary.json").read_text()) for s in (0, 1)]
     assert softmax[-3] == f"{50 * sum(run['eval_accuracy'] for run in runs):.1f}"
@@ -79,9 +79,15 @@ def test_table_1_has_the_published_rows_and_means_over_seeds(results, tmp_path):
 
 def test_table_3_has_published_and_ours(results, tmp_path):
     made, *_ = table(3, results=results, out=tmp_path)
-    assert [row[1] for row in made.rows] == ["81.37", "81.72", "79.89"]
+    assert [row[1] for row in made.rows] == ["81.37", "81.72", "-", "79.89"]
     assert "64 x 64 in patches of 8" in made.notes[0]
     assert "seed 0" in made.notes[1]
+
+
+def test_the_ablation_compares_every_run_with_softmax(results, tmp_path):
+    made, *_ = table("ablation", results=results, out=tmp_path)
+    assert len(made.rows) == len(reproduce.ABLATION)
+    assert {row[2] for row in made.rows} == {"+0.0%"}
 
 
 def test_a_missing_run_is_named_with_the_command_that_makes_it(tmp_path):
@@ -133,12 +139,21 @@ def test_reproduce_runs_what_is_missing_once(child, tmp_path):
     write_run(runs, "vision-softmax")
     said = []
     reproduce.reproduce("table3", runs=runs, results=results, data_dir=tmp_path, say=said.append)
-    assert [Path(c[c.index("--out") + 1]).name for c in child.started] == ["vision-lln_diag", "vision-linformer"]
+    assert [Path(c[c.index("--out") + 1]).name for c in child.started] == [
+        "vision-lln_diag_learned",
+        "vision-lln_diag",
+        "vision-linformer",
+    ]
     assert all(command[:4] == [sys.executable, "-m", "lln.cli", "train"] for command in child.started)
-    assert sorted(path.name for path in results.iterdir()) == ["vision-linformer", "vision-lln_diag", "vision-softmax"]
+    assert sorted(path.name for path in results.iterdir()) == [
+        "vision-linformer",
+        "vision-lln_diag",
+        "vision-lln_diag_learned",
+        "vision-softmax",
+    ]
     reproduce.reproduce("table3", runs=runs, results=results, data_dir=None, say=said.append)
-    assert len(child.started) == 2
-    assert "3 of them finished before" in said[-1]
+    assert len(child.started) == 3
+    assert "4 of them finished before" in said[-1]
 
 
 def test_reproduce_goes_on_when_a_run_fails_and_says_which(child, tmp_path):

@@ -3,13 +3,18 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lln.report.plot import BLACK, BLUE, PURPLE, Row, column, panels
+from lln.report.plot import BLACK, BLUE, PURPLE, VERMILLION, Row, column, panels
 from lln.report.recorded import origin, read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LOOKS = {"softmax": ("softmax", BLACK), "lln": ("LLN", BLUE), "lln_diag": ("LLN+Diag", PURPLE)}
+LOOKS = {
+    "softmax": ("softmax", BLACK),
+    "lln": ("LLN", BLUE),
+    "lln_diag": ("LLN+Diag", PURPLE),
+    "lln_diag_learned": ("LLN+Diag, learned share", VERMILLION),
+}
 HALF = ("softmax", "lln_diag")
 
 

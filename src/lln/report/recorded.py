@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from lln.instruments.records import read_records
+from lln.zoo import describe
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,13 @@ def load_run(folder: Path) -> Run:
 
 def is_finished(results: Path, name: str) -> bool:
     return (results / "runs" / name / "summary.json").is_file()
+
+
+def title_of(name: str) -> str:
+    """What a table calls the attention of a run, by the name that `lln reproduce` gives it."""
+    if name == "lln_diag_learned":
+        return f"{describe('lln_diag').title}, learned share (ours)"
+    return describe(name).title
 
 
 def origin(*runs: Run) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from lln.report.plot import DPI, style
 
-NUMBERS = (1, 2, 3, 4, 5)
+NAMES = ("1", "2", "3", "4", "5", "ablation")
 
 INCHES_A_LETTER, INCHES_A_LINE = 0.085, 0.27
 
@@ -68,18 +68,21 @@ class TableModule(Protocol):
     def make(self, results: Path) -> Table: ...
 
 
-def table(number: int, *, results: str | os.PathLike[str], out: str | os.PathLike[str]) -> tuple[Table, Path, Path]:
-    """Make a table of the paper from recorded results: `table-N.md` and `table-N.png` in the folder `out`."""
-    if number not in NUMBERS or isinstance(number, bool):
-        raise ValueError(f"there is no table {number!r}; number must be one of {', '.join(map(str, NUMBERS))}")
+def table(name: int | str, *, results: str | os.PathLike[str], out: str | os.PathLike[str]) -> tuple[Table, Path, Path]:
+    """Make a table from recorded results, `table-NAME.md` and `table-NAME.png` in the folder `out`.
+
+    A number is that of the table in the paper; "ablation" is our own.
+    """
+    if str(name) not in NAMES:
+        raise ValueError(f"there is no table {name}; there are: {', '.join(NAMES)}")
     folder, out = Path(results), Path(out)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder} with results; make them with `lln reproduce`, or give --results")
     if out.exists() and not out.is_dir():
         raise ValueError(f"the table needs a folder, and {out} is a file")
-    made = cast(TableModule, import_module(f"lln.report.table_{number}")).make(folder)
+    made = cast(TableModule, import_module(f"lln.report.table_{name}")).make(folder)
     out.mkdir(parents=True, exist_ok=True)
-    markdown, picture = out / f"table-{number}.md", out / f"table-{number}.png"
+    markdown, picture = out / f"table-{name}.md", out / f"table-{name}.png"
     markdown.write_text(made.markdown(), encoding="utf-8")
     made.picture(picture)
     return made, markdown, picture
