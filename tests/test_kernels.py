@@ -148,6 +148,32 @@ def test_threads_and_chunks_give_the_same(tokens, is_causal):
 
 
 @needs_compiler
+def test_whole_heads_give_the_same_bits_whoever_takes_them(tokens):
+    inputs = tokens(B=2, H=7, N=130, D=16, dtype=torch.float32)
+    gradient = torch.randn(2, 7, 130, 16)
+    alone = run(lln.lln_diag_attention, inputs, gradient)
+    try:
+        torch.set_num_threads(2)
+        together = run(lln.lln_diag_attention, inputs, gradient)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(x, y) for x, y in zip(alone, together, strict=True))
+
+
+@needs_compiler
+def test_results_in_large_pages(tokens, monkeypatch):
+    """Results of 32 MB and more are asked for in large pages, whatever their layout."""
+    q, k, v = tokens(B=1, H=4, N=33_000, D=64, dtype=torch.float32)
+    spread = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    ours = [lln.lln_attention(*x) for x in ((q, k, v), spread)]
+    assert ours[0].nbytes >= 32 << 20
+    monkeypatch.setenv("LLN_KERNEL", "torch")
+    plain = lln.lln_attention(q, k, v)
+    for x in ours:
+        torch.testing.assert_close(x, plain, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
 def test_keys_that_grow_and_grow(tokens):
     """Causal tiles are cut where a key exceeds all before it by far; nothing overflows, nothing is lost."""
     q, k, v = tokens(B=1, H=2, N=100, D=16, dtype=torch.float32)
@@ -180,6 +206,15 @@ def test_gradients_of_gradients_are_those_of_the_plain_formula(tokens, is_causal
     monkeypatch.setenv("LLN_KERNEL", "torch")
     for x, y in zip(ours, second(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+@needs_compiler
+def test_the_compiled_op_refuses_gradients_of_gradients(tokens):
+    inputs = tokens(B=1, H=1, N=9, D=8, dtype=torch.float32, grad=True)
+    output = fused.forward_op(*inputs, None, None, None, None, True, 0, False, "variance")[0]
+    first = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(first[0].sum(), inputs)
 
 
 @needs_compiler

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 from lln.report.figures import RECORDED, figure
+from lln.report.page import update
 from lln.report.tables import Table, table
 from lln.tasks import reproduce
 
@@ -88,6 +89,20 @@ def test_the_ablation_compares_every_run_with_softmax(results, tmp_path):
     made, *_ = table("ablation", results=results, out=tmp_path)
     assert len(made.rows) == len(reproduce.ABLATION)
     assert {row[2] for row in made.rows} == {"+0.0%"}
+
+
+def test_a_page_gets_its_tables(results):
+    empty = "Before.\n<!-- table 3: begin -->\nold\n<!-- table 3: end -->\nAfter.\n"
+    page = update(empty, results)
+    assert "old" not in page
+    assert "**Table 3: ViT on Dogs vs Cats**" in page
+    assert page.startswith("Before.\n<!-- table 3: begin -->\n")
+    assert page.endswith("<!-- table 3: end -->\nAfter.\n")
+    assert update(page, results) == page
+    with pytest.raises(ValueError, match="no place for a table"):
+        update("Nothing.", results)
+    with pytest.raises(ValueError, match="there is no table 9"):
+        update(empty.replace("3", "9"), results)
 
 
 def test_a_missing_run_is_named_with_the_command_that_makes_it(tmp_path):

@@ -1,0 +1,33 @@
+"""The tables of a page, made from recorded results: `python -m lln.report.page docs/results.md results`.
+
+A page says `<!-- table 1: begin -->` and `<!-- table 1: end -->` where it wants a table; what is between is replaced.
+"""
+
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from lln.report.tables import NAMES, TableModule
+
+MARKS = re.compile(r"<!-- table (\w+): begin -->\n.*?<!-- table \1: end -->", re.DOTALL)
+
+
+def update(text: str, results: Path) -> str:
+    """`text` with the tables between its marks made anew."""
+    if not MARKS.search(text):
+        raise ValueError("the page has no place for a table: <!-- table 1: begin --> and <!-- table 1: end -->")
+    return MARKS.sub(lambda found: _filled(found[1], results), text)
+
+
+def _filled(name: str, results: Path) -> str:
+    if name not in NAMES:
+        raise ValueError(f"there is no table {name}; there are: {', '.join(NAMES)}")
+    made = cast(TableModule, import_module(f"lln.report.table_{name}")).make(results)
+    return f"<!-- table {name}: begin -->\n\n{made.markdown()}\n<!-- table {name}: end -->"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    page.write_text(update(page.read_text(encoding="utf-8"), Path(sys.argv[2])), encoding="utf-8")
