@@ -313,3 +313,12 @@ def test_presets():
         MlmConfig.preset("phone")
     with pytest.raises(TypeError, match="stesp"):
         MlmConfig.preset("laptop", stesp=5)
+
+
+def test_what_a_preset_gives_a_mechanism_can_be_changed():
+    learned = {"combine": "ratio", "share": 0.1}
+    assert MlmConfig.preset("laptop").options == learned
+    assert MlmConfig.preset("laptop", options={"block_size": 32}).options == learned | {"block_size": 32}
+    assert MlmConfig.preset("laptop", options={"combine": "average"}).options == {"combine": "average"}
+    assert MlmConfig.preset("laptop", attention="lln").options == {}
+    assert MlmConfig.preset("paper").options == {}

@@ -25,9 +25,18 @@ class TrainConfig:
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {}
     OTHER_ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # names beside those of the zoo
+    # What a preset gives a mechanism unless it is told otherwise. A small model from a random start hears too much of
+    # the far, which is noise at first, in the average of LLN+Diag; its heads do better to learn how much they want.
+    OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
+        "laptop": {"lln_diag": {"combine": "ratio", "share": 0.1}}
+    }
 
     attention: str = setting("lln_diag", "Mechanism, as `lln zoo` lists them.")
-    options: Mapping[str, Any] = setting({}, "Option of the mechanism, as block_size=64; may be given several times.")
+    options: Mapping[str, Any] = setting(
+        {},
+        "Option of the mechanism, as block_size=64; may be given several times. The preset laptop has combine=ratio "
+        "and share=0.1 for lln_diag; combine=average is the paper's.",
+    )
     seed: int = setting(0, "Seed of weights, data order, masking, augmentation and dropout.")
     steps: int | None = setting(None, "Optimiser steps; left out, `epochs` counts.")
     epochs: float | None = setting(None, "Passes over the training data; left out, `steps` counts.")
@@ -58,6 +67,10 @@ class TrainConfig:
         if name not in cls.PRESETS:
             raise ValueError(f"there is no preset {name!r}; there are: {', '.join(cls.PRESETS)}")
         values = cls.PRESETS[name] | changes
+        usual = cls.OPTIONS.get(name, {}).get(values.get("attention", cls.attention), {})
+        given = values.get("options", {})
+        if usual and "combine" not in given:
+            values["options"] = usual | given
         if ("steps" in changes) != ("epochs" in changes):  # a change of the one replaces the preset's other
             values["epochs" if "steps" in changes else "steps"] = None
         return cls(**values)

@@ -18,13 +18,15 @@ from pathlib import Path
 # Files of a run folder that make up its result.
 RESULT_FILES = ("config.json", "provenance.json", "summary.json", "metrics.jsonl", "records.jsonl")
 
+# The paper's LLN+Diag.
+AVERAGE = ("lln_diag", "--option", "combine=average")
 # LLN+Diag whose heads learn how much they take of LLN, and begin with little.
 LEARNED_SHARE = ("lln_diag", "--option", "combine=ratio", "--option", "share=0.1")
 # What is compared: the name in run folders, and the attention with its options.
 ATTENTIONS = {
-    **{name: (name,) for name in ("softmax", "lln", "lln_diag", "elu", "performer", "nystrom", "cosformer")},
+    **{name: (name,) for name in ("softmax", "lln", "elu", "performer", "nystrom", "cosformer", "linformer")},
+    "lln_diag": AVERAGE,
     "lln_diag_learned": LEARNED_SHARE,
-    "linformer": ("linformer",),
 }
 PRETRAINED = ("softmax", "lln_diag_learned", "lln_diag", "lln", "elu", "performer", "nystrom", "cosformer")
 GLUE = ("mnli", "qnli", "qqp", "sst2")
@@ -34,11 +36,11 @@ IMAGE = ("softmax", "lln_diag_learned", "lln_diag", "linformer")
 ABLATION = {
     "softmax": ("softmax",),
     "blocks": ("block_diagonal",),
-    "average": ("lln_diag",),
-    "entropy": ("lln_diag", "--option", "matching=entropy"),
-    "block32": ("lln_diag", "--option", "block_size=32"),
-    "alpha1": ("lln_diag", "--option", "alpha=1", "--option", "beta=1"),
-    "alpha2": ("lln_diag", "--option", "alpha=2", "--option", "beta=2"),
+    "average": AVERAGE,
+    "entropy": (*AVERAGE, "--option", "matching=entropy"),
+    "block32": (*AVERAGE, "--option", "block_size=32"),
+    "alpha1": (*AVERAGE, "--option", "alpha=1", "--option", "beta=1"),
+    "alpha2": (*AVERAGE, "--option", "alpha=2", "--option", "beta=2"),
     "scale": ("lln_diag", "--option", "combine=scale"),
     "learned": LEARNED_SHARE,
 }
@@ -91,7 +93,10 @@ def jobs(target: str) -> list[Job]:
             )
             for name in ("softmax", "lln")
         ],
-        "figure8": [Job(f"fp16-{name}", ("mlm", "--attention", name, *SHORT_HALF)) for name in ("softmax", "lln_diag")],
+        "figure8": [
+            Job(f"fp16-{name}", ("mlm", "--attention", *ATTENTIONS[name], *SHORT_HALF))
+            for name in ("softmax", "lln_diag")
+        ],
         "figure10": [
             vision("lln", "lln"),
             *(vision(f"lln-{scale}", "lln", *fixed(scale)) for scale in FIXED_SCALES),
