@@ -79,6 +79,7 @@ class GlueConfig(TrainConfig):
     """Fine-tuning. Preset `paper`: ten epochs as in fairseq's recipe for RoBERTa-base."""
 
     OTHER_ATTENTIONS: ClassVar[tuple[str, ...]] = (SAME,)
+    OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}  # a pre-trained model has its own
 
     attention: str = setting(SAME, "Mechanism; same: what the run was pre-trained with, options included.")
     task: str = setting("sst2", f"Task: {', '.join(GLUE_TASKS)}.")
