@@ -92,7 +92,7 @@ class GlueConfig(TrainConfig):
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
         "laptop": {
             "epochs": 1.0,
-            "train_examples": 24_000,
+            "train_examples": 12_000,
             "learning_rate": 3e-4,
             "attention_dropout": 0.0,
             "save_every": 200,
@@ -140,7 +140,7 @@ class VisionConfig(TrainConfig):
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
         "laptop": {
-            "epochs": 6.0,
+            "epochs": 4.0,
             "batch_size": 64,
             "learning_rate": 1e-3,
             "decay": "cosine",
