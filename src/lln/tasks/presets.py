@@ -93,7 +93,7 @@ class GlueConfig(TrainConfig):
         "laptop": {
             "epochs": 1.0,
             "train_examples": 12_000,
-            "learning_rate": 3e-4,
+            "learning_rate": 1e-3,
             "attention_dropout": 0.0,
             "save_every": 200,
             "record_every": 0,
