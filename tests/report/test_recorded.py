@@ -171,6 +171,16 @@ def test_reproduce_runs_what_is_missing_once(child, tmp_path):
     assert "4 of them finished before" in said[-1]
 
 
+def test_results_have_no_paths_of_the_machine(tmp_path):
+    runs, data = tmp_path / "runs", tmp_path / "data"
+    write_run(runs, "glue")
+    command = f"lln train glue --out {runs}/glue --from {runs}/mlm --data-dir {data}"
+    (runs / "glue" / "provenance.json").write_text(json.dumps({"command": command}))
+    reproduce.collect(runs / "glue", tmp_path / "results" / "glue", data)
+    kept = json.loads((tmp_path / "results" / "glue" / "provenance.json").read_text())
+    assert kept["command"] == "lln train glue --out runs/glue --from runs/mlm --data-dir DATA"
+
+
 def test_reproduce_goes_on_when_a_run_fails_and_says_which(child, tmp_path):
     child.fails = {"mlm-lln"}
     with pytest.raises(ValueError, match="5 runs are not finished: mlm-lln, glue-mnli-lln-seed0"):

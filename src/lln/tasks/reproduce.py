@@ -7,7 +7,6 @@ is, one that is finished is left alone, and the small files of finished runs (no
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -131,7 +130,7 @@ def reproduce(
     waiting = [job for job in planned if not _finished(runs / job.name)]
     for job in planned:
         if job not in waiting:
-            collect(runs / job.name, results / job.name)
+            collect(runs / job.name, results / job.name, data_dir)
     say(f"{target}: {len(planned)} runs, {len(planned) - len(waiting)} of them finished before")
     running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
     failed: list[Job] = []
@@ -152,7 +151,7 @@ def reproduce(
                     failed.append(job)
                     say(f"{job.name}: failed, see {runs / job.name}.log")
                     continue
-                collect(runs / job.name, results / job.name)
+                collect(runs / job.name, results / job.name, data_dir)
                 say(f"{job.name}: {_outcome(runs / job.name)} after {time.monotonic() - began:.0f} s")
     finally:
         for process, _ in running.values():
@@ -162,12 +161,14 @@ def reproduce(
         raise ValueError(f"{len(failed + waiting)} runs are not finished: {missing}; the same command tries them again")
 
 
-def collect(run: Path, result: Path) -> None:
-    """Copy the small files of a finished run."""
+def collect(run: Path, result: Path, data_dir: Path | None = None) -> None:
+    """Copy the small files of a finished run, without the paths of this machine: they read `runs` and `DATA`."""
     result.mkdir(parents=True, exist_ok=True)
     for name in RESULT_FILES:
         if (run / name).exists():
-            shutil.copyfile(run / name, result / name)
+            text = (run / name).read_text(encoding="utf-8").replace(str(run.parent), "runs")
+            text = text if data_dir is None else text.replace(str(data_dir), "DATA")
+            (result / name).write_text(text, encoding="utf-8")
 
 
 def _ready(waiting: Sequence[Job], runs: Path) -> list[Job]:
