@@ -83,6 +83,16 @@ def test_a_learned_share_is_recorded_as_it_mixes(make, batch, tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_learned_scales_are_recorded_by_their_lln_branch(make, batch, tmp_path):
+    model, inputs = lln.hf.convert(make("roberta"), "lln_diag", block_size=5, combine="scale"), batch()
+    records, heard = hear(model, inputs, tmp_path / "r.jsonl")
+    keep = inputs["attention_mask"].bool()
+    sample = keep.sum(1).tolist().index(records[0]["tokens"])
+    expected = entropy(*heard[0], kind="lln", key_padding_mask=keep)[sample]
+    assert {record["kind"] for record in records} == {"lln"}
+    torch.testing.assert_close(torch.tensor([r["entropy"] for r in records[:4]]), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_by_name(make, batch, tmp_path):
     model = make("bert")
     model.set_attn_implementation("lln_diag")

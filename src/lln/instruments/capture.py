@@ -225,10 +225,10 @@ def from_hugging_face(
 
 def _add_settings(options: Options, mechanism: Mechanism | None, query: Tensor, key: Tensor, scale: float) -> None:
     """The settings of one of our mechanisms in the zoo."""
-    if isinstance(mechanism, (LLNDiag, BlockDiagonal)):
-        options["block_size"] = mechanism.block_size
     if isinstance(mechanism, LLNDiag) and mechanism.combine == "scale":
         options["kind"] = "lln"  # as in `from_ours`
+    elif isinstance(mechanism, (LLNDiag, BlockDiagonal)):
+        options["block_size"] = mechanism.block_size
     if isinstance(mechanism, LLN):
         options["matching"], options["alpha"], options["beta"] = mechanism.matching, mechanism.alpha, mechanism.beta
         if mechanism.scope == "batch":

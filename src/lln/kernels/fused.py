@@ -152,44 +152,14 @@ def _(
     return room[0], used[0], used[1], room[3], room[4]
 
 
-@torch.library.custom_op("lln::fused_backward", mutates_args=(), device_types="cpu")
-def backward_op(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep_key: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    mass: Tensor,
-    values: Tensor,
-    with_lln: bool,
-    block_size: int,
-    is_causal: bool,
-    grad_scales: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return ops.backward(
-        grad, query, key, value, keep_key, alpha, beta, mass, values, with_lln, block_size, is_causal, grad_scales
-    )
+backward_op = torch.library.custom_op("lln::fused_backward", ops.backward, mutates_args=(), device_types="cpu")
 
 
 @backward_op.register_fake
 def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep_key: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    mass: Tensor,
-    values: Tensor,
-    with_lln: bool,
-    block_size: int,
-    is_causal: bool,
-    grad_scales: bool,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, keep_key: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return ops.make_gradients(query, key, value, keep_key, grad_scales)
+    return ops.make_gradients(query, key, value, keep_key, rest[-1])
 
 
 def _keep_for_backward(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
