@@ -147,6 +147,73 @@ def test_threads_and_chunks_give_the_same(tokens, is_causal):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def four_threads():
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", ATTENTIONS)
+@pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
+def test_chunks_equal_the_reference(tokens, four_threads, kind, is_causal, padded):
+    q, k, v = tokens(B=1, H=2, Hk=1, N=600, D=16, Dv=24, dtype=torch.float32)
+    keep = torch.rand(1, 600) > 0.3 if padded else None
+    if padded:
+        keep[0, :200] = False  # nothing at all before the second chunk
+    compare(*ATTENTIONS[kind], (q, k, v), keep, is_causal=is_causal)
+
+
+@needs_compiler
+def test_causal_chunks_of_keys_that_grow_and_grow(tokens):
+    """Or shrink. As one piece: both have the rounding of large keys."""
+    q, k, v = tokens(B=1, H=1, N=530, D=16, dtype=torch.float32)
+    attention = functools.partial(lln.lln_attention, alpha=1.0, beta=1.0, is_causal=True)
+    for factor in (torch.linspace(1, 100, 530), torch.linspace(10, 1, 530)):
+        key = k * factor[:, None]
+        whole = run(attention, (q, key, v), v)
+        torch.set_num_threads(4)
+        chunks = run(attention, (q, key, v), v)
+        torch.set_num_threads(1)
+        for x, y, limit in zip(whole, chunks, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
+            assert relative(y, x.double()) < limit
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_causal_chunks_in_low_precision_and_their_scales(tokens, dtype):
+    """The same as alone, but for the order of sums in float32; the bits differ, or the head was not cut."""
+    inputs = [x.to(dtype) for x in tokens(B=1, H=2, Hk=1, N=600, D=16, dtype=torch.float32)]
+    scales = [torch.full((2,), x) for x in (1.2, 0.8)]
+
+    def attention(q, k, v, alpha, beta):
+        return lln.lln_attention(q, k, v, alpha=alpha.float(), beta=beta.float(), is_causal=True)
+
+    gradient = torch.randn(1, 2, 600, 16).to(dtype)
+    results = []
+    for threads in (1, 4):
+        torch.set_num_threads(threads)
+        leaves = [x.detach().requires_grad_() for x in (*inputs, *scales)]
+        output = attention(*leaves)
+        results.append([output, *torch.autograd.grad(output, leaves, gradient)])
+    torch.set_num_threads(1)
+    assert not torch.equal(results[0][4], results[1][4])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@needs_compiler
+def test_what_is_not_finite_shows_in_later_chunks_only(tokens, four_threads):
+    inputs = tokens(B=1, H=1, N=600, D=8, dtype=torch.float32)
+    clean = lln.lln_attention(*inputs, is_causal=True)
+    inputs[1][0, 0, 320, 3] = torch.inf
+    dirty = lln.lln_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(dirty[:, :, :320], clean[:, :, :320])
+    assert not dirty[:, :, 320:].isfinite().all(dim=-1).any()
+
+
 @needs_compiler
 def test_whole_heads_give_the_same_bits_whoever_takes_them(tokens):
     inputs = tokens(B=2, H=7, N=130, D=16, dtype=torch.float32)

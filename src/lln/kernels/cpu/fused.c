@@ -125,6 +125,59 @@ static void together(Plan *plan, long thread, long threads, Scratch *scratch) {
     if (scratch) EACH(i, thread, threads, B * H * C) recall_chunk(plan, item_at(i, H, C), *scratch);
 }
 
+INLINE long chunk_of(const Plan *plan, long chunk) { return chunk_start(plan->job->keys, chunk, plan->chunks, TILE); }
+
+/* Every chunk of a head but the last leaves its memory to the next, ... */
+static void causal_remember_chunk(Plan *plan, long index, Scratch scratch) {
+    const Job *job = plan->job;
+    Item at = item_at(index, job->heads, plan->chunks);
+    float *before = plan->parts + index * memory_floats(job);
+    if (at.chunk == 0) forget(job, memory_at(before, job));
+    if (at.chunk + 1 < plan->chunks)
+        causal_remember(plan, at.batch, at.head, chunk_of(plan, at.chunk), chunk_of(plan, at.chunk + 1),
+                        memory_at(before + memory_floats(job), job), scratch);
+}
+
+/* ... and then the memories are joined, so that each chunk has that of all before it. */
+static void causal_join_chunks(Plan *plan, long head) {
+    const Job *job = plan->job;
+    float *before = plan->parts + head * plan->chunks * memory_floats(job);
+    for (long c = 2; c < plan->chunks; c++, before += memory_floats(job))
+        causal_precede(job, memory_at(before + memory_floats(job), job), memory_at(before + 2 * memory_floats(job), job));
+}
+
+/* Causal attention where heads are fewer than threads: every chunk after the first needs the memory of those before. */
+static void causal_together(Plan *plan, long thread, long threads, Scratch *scratch) {
+    const Job *job = plan->job;
+    long H = job->heads, C = plan->chunks, total = job->batch * H, memories = memory_floats(job);
+    float *before = plan->parts;
+    PrefixSums *sums = (PrefixSums *)(before + total * C * memories);
+    int matched = job->match_alpha || job->match_beta;
+    if (scratch && matched) EACH(i, thread, threads, total * C) {
+        Item at = item_at(i, H, C);
+        sums[i] = (PrefixSums){{0}};
+        match_prefixes(plan, at.batch, at.head, chunk_of(plan, at.chunk), chunk_of(plan, at.chunk + 1), 0, sums + i,
+                       *scratch);
+    }
+    wait_for_all(threads);
+    if (scratch) EACH(i, thread, threads, total * C) {
+        Item at = item_at(i, H, C);
+        PrefixSums past = {{0}};
+        for (long c = 0; matched && c < at.chunk; c++) add_sums(&past, sums + i - at.chunk + c);
+        if (matched) match_prefixes(plan, at.batch, at.head, chunk_of(plan, at.chunk), chunk_of(plan, at.chunk + 1), 1,
+                                    &past, *scratch);
+        causal_remember_chunk(plan, i, *scratch);
+    }
+    wait_for_all(threads);
+    if (scratch) EACH(i, thread, threads, total) causal_join_chunks(plan, i);
+    wait_for_all(threads);
+    if (scratch) EACH(i, thread, threads, total * C) {
+        Item at = item_at(i, H, C);
+        causal_attend(plan, at.batch, at.head, chunk_of(plan, at.chunk), chunk_of(plan, at.chunk + 1),
+                      memory_at(before + i * memories, job), *scratch);
+    }
+}
+
 static void near_chunk_backward(const Plan *plan, Item at, Scratch scratch) {
     long count = plan->key_count[at.batch], c = at.chunk, n = plan->chunks, size = plan->job->block_size;
     near_backward(plan, at.batch, at.head, chunk_start(count, c, n, size), chunk_start(count, c + 1, n, size),
@@ -182,6 +235,49 @@ static void together_backward(Plan *plan, long thread, long threads, Scratch *sc
                                                                                              *scratch);
 }
 
+static void causal_together_backward(Plan *plan, long thread, long threads, Scratch *scratch) {
+    const Job *job = plan->job;
+    long H = job->heads, Hk = job->key_heads, C = plan->chunks, total = job->batch * H, groups = H / Hk;
+    long memories = memory_floats(job), history = history_floats(job, C);
+    float *before = plan->parts, *gives = before + total * C * memories, *histories = gives + total * C * memories;
+    float *sums = histories + total * history;
+    if (scratch) EACH(i, thread, threads, total * C) causal_remember_chunk(plan, i, *scratch);
+    wait_for_all(threads);
+    if (scratch) EACH(i, thread, threads, total) causal_join_chunks(plan, i);
+    wait_for_all(threads);
+    if (scratch) EACH(i, thread, threads, total * C) {
+        Item at = item_at(i, H, C);
+        long first = chunk_of(plan, at.chunk);
+        Memory to = memory_at(gives + i * memories, job);
+        causal_queries_backward(plan, at.batch, at.head, first, chunk_of(plan, at.chunk + 1),
+                                memory_at(before + i * memories, job), at.chunk ? &to : NULL,
+                                history_at(histories + i / C * history, job, first, at.chunk, C), *scratch);
+    }
+    wait_for_all(threads);
+    if (scratch) EACH(i, thread, threads, total)
+        for (long c = C - 2; c > 0; c--) {
+            long at = (i * C + c) * memories, next = at + memories;
+            causal_hand_on(job, memory_at(before + at, job), memory_at(before + next, job), memory_at(gives + at, job),
+                           memory_at(gives + next, job));
+        }
+    wait_for_all(threads);
+    if (scratch) EACH(i, thread, threads, job->batch * Hk * C) {
+        Item at = item_at(i, Hk, C);
+        long first = chunk_of(plan, at.chunk);
+        KeyGradients to = key_gradients(job, at.batch, at.head, sums + i / C * key_gradients_floats(job));
+        for (long g = 0; g < groups; g++) {
+            long h = at.head * groups + g, head = at.batch * H + h;
+            History past = history_at(histories + head * history, job, first, at.chunk, C);
+            Memory after = memory_at(gives + (head * C + at.chunk + 1) * memories, job);
+            causal_keys_backward(plan, at.batch, h, past, at.chunk + 1 < C ? &after : NULL, to, g == 0, *scratch);
+        }
+        put_key_gradients(job, at.batch, at.head, first, chunk_of(plan, at.chunk + 1), to);
+    }
+    wait_for_all(threads);
+    if (job->block_size && scratch) EACH(i, thread, threads, job->batch * Hk * C)
+        near_chunk_backward(plan, item_at(i, Hk, C), *scratch);
+}
+
 /* Places of kept tokens and then of the others; NULL where all are kept. */
 static int32_t *read_order(const uint8_t *keep, long batch, long tokens, int64_t *count, int64_t *failed) {
     for (long b = 0; b < batch; b++) count[b] = tokens;
@@ -216,6 +312,19 @@ static void in_large_pages(const Job *job, const Tensor *x, long heads, long tok
 #endif
 }
 
+/* Floats that the chunks hand over. */
+static long causal_parts(const Plan *plan) {
+    long pieces = plan->job->batch * plan->job->heads * plan->chunks;
+    return pieces * (memory_floats(plan->job) + (long)(sizeof(PrefixSums) / sizeof(float)));
+}
+
+static long causal_parts_backward(const Plan *plan) {
+    const Job *job = plan->job;
+    long heads = job->batch * job->heads, pieces = heads * plan->chunks;
+    return 2 * pieces * memory_floats(job) + heads * history_floats(job, plan->chunks) +
+            job->batch * job->key_heads * key_gradients_floats(job);
+}
+
 static int64_t execute(const Job *job, int is_backward) {
     Plan plan = {.job = job};
     long heads = job->batch * job->heads;
@@ -225,19 +334,19 @@ static int64_t execute(const Job *job, int is_backward) {
     plan.key_count = counts + job->batch;
     plan.key_order = read_order(job->keep_key, job->batch, job->keys, plan.key_count, &plan.failed);
     plan.query_order = read_order(job->keep_query, job->batch, job->queries, plan.query_count, &plan.failed);
-    int in_sequence = job->is_causal && job->with_lln; /* a head from its first token to its last */
+    int in_sequence = job->is_causal && job->with_lln; /* a token needs what comes before it */
     long units = is_backward ? job->batch * job->key_heads : heads; /* what a thread can take whole */
-    plan.chunks = in_sequence ? 1 : choose_chunks(units, at_least(job->queries, job->keys), job->threads);
-    long shared = !in_sequence && (job->heads != job->key_heads || plan.chunks > 1);
-    long floats = is_backward ? heads * plan.chunks * handed_floats(job)
-                              : 2 * heads * plan.chunks * moments_floats(job->width) + heads * plan.chunks *
-                                      memory_floats(job);
-    if (job->with_lln && (is_backward || shared)) {
-        plan.parts = malloc(floats * sizeof(float));
-        if (!plan.parts) plan.failed = 1;
-    }
-    Work forward = shared ? together : whole_heads, backward = plan.chunks > 1 ? together_backward :
-            whole_heads_backward;
+    plan.chunks = choose_chunks(units, at_least(job->queries, job->keys), job->threads, in_sequence ? 1.5 : 1.);
+    int cut = plan.chunks > 1, shared = !in_sequence && job->heads != job->key_heads;
+    long floats = 0;
+    if (job->with_lln && in_sequence && cut) floats = is_backward ? causal_parts_backward(&plan) : causal_parts(&plan);
+    else if (job->with_lln && !in_sequence && is_backward) floats = heads * plan.chunks * handed_floats(job);
+    else if (job->with_lln && (shared || cut))
+        floats = heads * plan.chunks * (2 * moments_floats(job->width) + memory_floats(job));
+    if (floats) plan.parts = malloc(floats * sizeof(float));
+    if (floats && !plan.parts) plan.failed = 1;
+    Work forward = !cut && !shared ? whole_heads : in_sequence ? causal_together : together;
+    Work backward = !cut ? whole_heads_backward : in_sequence ? causal_together_backward : together_backward;
     if (is_backward) {
         in_large_pages(job, &job->grad_query, job->heads, job->queries, job->width);
         in_large_pages(job, &job->grad_key, job->key_heads, job->keys, job->width);

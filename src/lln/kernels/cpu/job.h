@@ -208,14 +208,19 @@ static void run(Plan *plan, Work work) {
     else work_in_team(&team);
 }
 
-/* In how many pieces to cut each head so that all threads have about the same to do; the same for the same job. */
-static long choose_chunks(long heads, long tokens, long threads) {
-    long most = at_least(1, at_most(threads, tokens / (2 * TILE)));
-    for (long chunks = 1; chunks < most; chunks++) {
+/* In how many pieces to cut each head so that all threads have about the same to do; the same for the same job. Work
+   that is cut takes `toll` times as long in all. */
+static long choose_chunks(long heads, long tokens, long threads, double toll) {
+    long most = at_least(1, at_most(threads, tokens / (2 * TILE))), best = 1;
+    double least = 0;
+    for (long chunks = 1; chunks <= most; chunks++) {
         long rounds = (heads * chunks + threads - 1) / threads;
-        if (heads * chunks >= 0.85 * rounds * threads) return chunks;
+        double time = (double)rounds / chunks * (chunks > 1 ? toll : 1.);
+        if (chunks > 1 && time >= 0.85 * least) continue; /* more pieces are worth it if they save a good deal */
+        least = time;
+        best = chunks;
     }
-    return most;
+    return best;
 }
 
 /* Tokens of piece `chunk`: whole tiles, or whole blocks, so that the cut moves no tile. */

@@ -41,28 +41,41 @@ static float sigma_of_sums(const double *sums, double count) {
     return (float)sqrt(sums[2] / count + (between < 0 ? 0 : between));
 }
 
-/* alpha and beta of each token of a head, from the tokens up to it. */
-static void match_prefixes(const Plan *plan, long b, long h, Scratch scratch) {
+/* Sums over the kept tokens up to some place. */
+typedef struct {
+    double query[3], key[3], count;
+} PrefixSums;
+
+INLINE void add_sums(PrefixSums *to, const PrefixSums *from) {
+    for (int i = 0; i < 3; i++) {
+        to->query[i] += from->query[i];
+        to->key[i] += from->key[i];
+    }
+    to->count += from->count;
+}
+
+/* Add the tokens first ... end to `sums`; with `decide`, alpha and beta of each from the tokens up to it. */
+static void match_prefixes(const Plan *plan, long b, long h, long first, long end, int decide, PrefixSums *sums,
+                           Scratch scratch) {
     const Job *job = plan->job;
     long type = job->type, D = job->width, row = row_of(D), group = h / (job->heads / job->key_heads);
     float *queries = take(&scratch, TILE * row), *keys = take(&scratch, TILE * row);
-    double sums_q[3] = {0}, sums_k[3] = {0}, count = 0;
     float alpha = 0.f, beta = 0.f;
-    for (long start = 0; start < job->keys; start += TILE) {
-        long rows = at_most(TILE, job->keys - start);
+    for (long start = first; start < end; start += TILE) {
+        long rows = at_most(TILE, end - start);
         read_tile(type, head_of(&job->query, type, b, h), job->query.token, NULL, start, rows, D, queries, row);
         read_tile(type, head_of(&job->key, type, b, group), job->key.token, NULL, start, rows, D, keys, row);
         for (long r = 0; r < rows; r++) {
             if (!job->keep_key || job->keep_key[b * job->keys + start + r]) {
-                count += 1;
-                add_entries(queries + r * row, D, sums_q);
-                add_entries(keys + r * row, D, sums_k);
+                sums->count += 1;
+                add_entries(queries + r * row, D, sums->query);
+                add_entries(keys + r * row, D, sums->key);
             }
-            float sigma_q = sigma_of_sums(sums_q, count > 0 ? count : 1), sigma_k = sigma_of_sums(sums_k,
-                                                                                                  count > 0 ? count :
-                    1);
+            if (!decide) continue;
+            double count = sums->count > 0 ? sums->count : 1;
+            float sigma_q = sigma_of_sums(sums->query, count), sigma_k = sigma_of_sums(sums->key, count);
             double product = (double)sigma_q * sigma_k > LARGEST_ENTRY ? LARGEST_ENTRY : (double)sigma_q * sigma_k;
-            double share = sqrt(matched_spread(job, product * product, count) / 2);
+            double share = sqrt(matched_spread(job, product * product, sums->count) / 2);
             alpha = divided(share, sigma_q);
             beta = divided(share, sigma_k);
             long token = start + r;
