@@ -20,7 +20,7 @@ COLUMNS = ("label", "id1", "id2", "text1", "text2")
 SHORTEST = 1000  # bytes of an article: less leaves little to compare
 CUT = (0.35, 0.65)  # the share of an article before its cut
 VALID_SHARE, TEST_SHARE = 0.05, 0.15
-ROUNDS = {"train": 4, "valid": 2, "test": 2}
+ROUNDS = {"train": 4, "valid": 2, "test": 1}
 LENGTH = TASKS["retrieval"].length
 
 

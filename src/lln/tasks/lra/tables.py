@@ -89,18 +89,25 @@ def table_4(results: Path) -> Table:
 def table_5(results: Path) -> Table:
     """Accuracy on the test examples."""
     recorded = _read(results, ACCURACIES, "lln lra run")
-    # Runs with other options than the comparison's are variants, and have no place in the row of their method.
-    tested = [r for r in recorded if r["evaluated_on"] == "test" and r["options"] == OPTIONS.get(r["attention"], {})]
+    tested = [result for result in recorded if result["evaluated_on"] == "test"]
     if not tested:
-        raise ValueError(f"{results / ACCURACIES} has no run with the usual options that was tested")
+        raise ValueError(f"{results / ACCURACIES} has no run that was tested")
+    # Runs with other options than the comparison's are variants, with rows of their own after that of their method.
+    found = {(result["attention"], _unusual(result)): None for result in tested}
+    variants = [variant for method in TITLES for variant in found if variant[0] == method and variant[1]]
     rows = []
-    for method in TITLES:
-        ours = [_mean([r["accuracy"] for r in tested if r["attention"] == method and r["task"] == t]) for t in TASKS]
-        theirs = PUBLISHED_ACCURACY.get(method, (None,) * len(TASKS))
-        if ours != [None] * len(TASKS) or method in PUBLISHED_ACCURACY:
+    for method, options in sorted(
+        [*((name, "") for name in TITLES), *variants], key=lambda row: [*TITLES].index(row[0])
+    ):
+        runs = [result for result in tested if (result["attention"], _unusual(result)) == (method, options)]
+        ours = [_mean([result["accuracy"] for result in runs if result["task"] == task]) for task in TASKS]
+        published = not options and method in PUBLISHED_ACCURACY
+        theirs = PUBLISHED_ACCURACY[method] if published else (None,) * len(TASKS)
+        if runs or published:
             pairs = [*zip(theirs, ours, strict=True), (_all(theirs), _all(ours))]
-            percent = [(published, None if own is None else 100 * own) for published, own in pairs]
-            rows.append([TITLES[method], *(f"{_number(a)} / {_number(b)}" for a, b in percent)])
+            percent = [(theirs, None if own is None else 100 * own) for theirs, own in pairs]
+            title = f"{TITLES[method]}, {options}" if options else TITLES[method]
+            rows.append([title, *(f"{_number(a)} / {_number(b)}" for a, b in percent)])
     sources = sorted({f"{TASKS[result['task']].title}: {result['source']}" for result in tested})
     budgets = {
         (r["task"], r["steps"], r["settings"]["batch_size"], r["settings"]["learning_rate"]): None for r in tested
@@ -133,6 +140,12 @@ def _measured(provenance: dict[str, Any]) -> str:
         f"Measured on {machine['processor']}, {provenance['threads']} threads, torch {provenance['torch']}, "
         f"commit {provenance['commit']}."
     )
+
+
+def _unusual(result: dict[str, Any]) -> str:
+    """The options of a run that are not the comparison's, as text."""
+    usual = OPTIONS.get(result["attention"], {})
+    return ", ".join(f"{key} = {value}" for key, value in result["options"].items() if usual.get(key) != value)
 
 
 def _mean(values: Sequence[float]) -> float | None:
