@@ -40,11 +40,11 @@ BUDGETS: dict[str, dict[str, dict[str, Any]]] = {
         "image": _PAPER | {"batch_size": 256, "learning_rate": 1e-4, "warmup_steps": 175},
     },
     "laptop": {
-        "text": _LAPTOP | {"steps": 350, "batch_size": 16, "learning_rate": 1e-3},
-        "listops": _LAPTOP | {"steps": 700, "batch_size": 16, "learning_rate": 1e-3, "examples": 12_000},
-        "retrieval": _LAPTOP | {"steps": 160, "batch_size": 8, "learning_rate": 1e-3},
-        "pathfinder": _LAPTOP | {"steps": 250, "batch_size": 16, "learning_rate": 1e-3, "examples": 16_000},
-        "image": _LAPTOP | {"steps": 600, "batch_size": 16, "learning_rate": 1e-3},
+        "text": _LAPTOP | {"steps": 700, "batch_size": 16, "learning_rate": 5e-4},
+        "listops": _LAPTOP | {"steps": 700, "batch_size": 16, "learning_rate": 3e-3, "examples": 12_000},
+        "retrieval": _LAPTOP | {"steps": 300, "batch_size": 8, "learning_rate": 5e-4},
+        "pathfinder": _LAPTOP | {"steps": 300, "batch_size": 16, "learning_rate": 1e-3, "examples": 16_000},
+        "image": _LAPTOP | {"steps": 800, "batch_size": 16, "learning_rate": 1e-3},
     },
 }
 
