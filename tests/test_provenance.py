@@ -38,3 +38,21 @@ def test_commit_is_only_that_of_our_own_checkout(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", no_git)
     assert provenance.commit() is None
+
+
+def test_commit_says_whether_the_code_was_changed(tmp_path, monkeypatch):
+    module, result = tmp_path / "src" / "lln" / "provenance.py", tmp_path / "results" / "speed.json"
+    for path in (module, result):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    who = ["-c", "user.name=lln", "-c", "user.email=lln@localhost"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "All"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    monkeypatch.setattr(provenance, "__file__", str(module))
+    clean = provenance.commit()
+    assert clean
+    assert not clean.endswith("+")
+    result.write_text("{}")
+    assert provenance.commit() == clean
+    (module.parent / "new.py").touch()
+    assert provenance.commit() == f"{clean}+"

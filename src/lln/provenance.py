@@ -32,13 +32,15 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit that this library is checked out at, with "+" if changed since; None if it was installed elsewhere."""
+    """The commit that this library is checked out at, with "+" if its code changed since (results may have); None if it
+    was installed elsewhere.
+    """
     package = Path(__file__).resolve().parent
     try:
         top, sha = _git(package, "rev-parse", "--show-toplevel", "--short", "HEAD").split()
         if Path(top) / "src" / "lln" != package:  # a virtual environment may lie inside somebody else's repository
             return None
-        return sha + ("+" if _git(package, "status", "--porcelain", "--untracked-files=no") else "")
+        return sha + ("+" if _git(package, "status", "--porcelain", ".") else "")
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
