@@ -1,6 +1,7 @@
 """Runs and matrices of runs: budgets, results, what is finished stays, what fails is said; tables and pictures."""
 
 import json
+import signal
 import sys
 
 import numpy as np
@@ -114,11 +115,21 @@ def test_matrix_goes_on_where_it_was(tmp_path, data_dir, monkeypatch):
     results = run_matrix(runs, out=tmp_path, data_dir=data_dir, tell=lambda *word: told.append(word))
     assert started == runs[1:]
     assert [result["attention"] for result in results] == ["softmax", "lln"]
-    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert json.loads((tmp_path / "results.json").read_text()) == results[::-1]  # sorted by name
     assert told[0][2].startswith("accuracy")
     assert told[-1][:2] == (runs[1], 3)
-    assert run_matrix(runs, out=tmp_path) == results
+    assert run_matrix(runs[:1], out=tmp_path) == results[:1]
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 2  # what other commands did is not lost
     assert started == runs[1:]
+
+
+def test_a_stopped_matrix_leaves_what_is_finished(tmp_path, data_dir, monkeypatch):
+    runs = matrix(["listops"], ["softmax", "lln"], **TINY)
+    done = train(runs[0], out=tmp_path / runs[0].name, data_dir=data_dir, quiet=True)
+    monkeypatch.setattr(runner.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        run_matrix(runs, out=tmp_path, data_dir=data_dir)
+    assert json.loads((tmp_path / "results.json").read_text()) == [done]
 
 
 def test_a_failed_run_is_said(tmp_path, data_dir, monkeypatch):

@@ -71,9 +71,10 @@ def matrix(
 def run_matrix(
     runs: Sequence[LraConfig], *, out: Path, data_dir: Path | None = None, jobs: int = 1, tell: Tell | None = None
 ) -> list[dict[str, Any]]:
-    """Do what is unfinished, `jobs` runs at a time; returns the results of all and writes them to `out`/results.json.
+    """Do what is unfinished, `jobs` runs at a time; returns the results of all.
 
-    A run that fails does not keep the others from going on; at the end it is a RuntimeError.
+    `out`/results.json has those of every finished run in the folder, also if the matrix is stopped before its end. A
+    run that fails does not keep the others from going on; at the end it is a RuntimeError.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
@@ -85,6 +86,7 @@ def run_matrix(
             tell(run, run.steps or 0, _word(read_result(out / run.name)))
     for config in {run.task: run for run in todo}.values():
         read_data(config, data_dir)  # what is missing is said now, and what is generated is made once
+    _collect(out)
     failed: list[str] = []
     working: list[_Worker] = []
     with _asked_to_stop_as_interrupt():
@@ -97,6 +99,7 @@ def run_matrix(
                     step, word, ended = worker.look()
                     if ended:
                         working.remove(worker)
+                        _collect(out)
                         if not (worker.folder / RESULT).exists():
                             failed.append(f"{worker.config.name} (see {worker.log})")
                             word = f"failed: {worker.last_words()}"
@@ -106,11 +109,13 @@ def run_matrix(
                 worker.process.terminate()
             for worker in working:
                 worker.process.wait()
-    results = [read_result(out / run.name) for run in runs if (out / run.name / RESULT).exists()]
-    write_json(out / RESULTS, results)
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}")
-    return results
+    return [read_result(out / run.name) for run in runs]
+
+
+def _collect(out: Path) -> None:
+    write_json(out / RESULTS, [read_result(path.parent) for path in sorted(out.glob(f"*/{RESULT}"))])
 
 
 @dataclass
