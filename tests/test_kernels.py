@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def run(function, inputs, gradient, dtype=None):
     leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
     output = function(*leaves)
     return [output, *torch.autograd.grad(output, leaves, gradient.to(output.dtype))]
+
+
+@contextmanager
+def threads(count):
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
 
 
 def compare(name, options, inputs, mask=None, **more):
@@ -137,11 +147,8 @@ def test_threads_and_chunks_give_the_same(tokens, is_causal):
     gradient = torch.randn(1, 1, 700, 16)
     attention = functools.partial(lln.lln_diag_attention, is_causal=is_causal)
     alone = run(attention, inputs, gradient)
-    try:
-        torch.set_num_threads(3)
+    with threads(3):
         first, second = (run(attention, inputs, gradient) for _ in range(2))
-    finally:
-        torch.set_num_threads(1)
     for x, y, z in zip(alone, first, second, strict=True):
         assert torch.equal(y, z)
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
@@ -149,9 +156,8 @@ def test_threads_and_chunks_give_the_same(tokens, is_causal):
 
 @pytest.fixture
 def four_threads():
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(1)
+    with threads(4):
+        yield
 
 
 @needs_compiler
@@ -174,9 +180,8 @@ def test_causal_chunks_of_keys_that_grow_and_grow(tokens):
     for factor in (torch.linspace(1, 100, 530), torch.linspace(10, 1, 530)):
         key = k * factor[:, None]
         whole = run(attention, (q, key, v), v)
-        torch.set_num_threads(4)
-        chunks = run(attention, (q, key, v), v)
-        torch.set_num_threads(1)
+        with threads(4):
+            chunks = run(attention, (q, key, v), v)
         for x, y, limit in zip(whole, chunks, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
             assert relative(y, x.double()) < limit
 
@@ -193,12 +198,11 @@ def test_causal_chunks_in_low_precision_and_their_scales(tokens, dtype):
 
     gradient = torch.randn(1, 2, 600, 16).to(dtype)
     results = []
-    for threads in (1, 4):
-        torch.set_num_threads(threads)
-        leaves = [x.detach().requires_grad_() for x in (*inputs, *scales)]
-        output = attention(*leaves)
-        results.append([output, *torch.autograd.grad(output, leaves, gradient)])
-    torch.set_num_threads(1)
+    for count in (1, 4):
+        with threads(count):
+            leaves = [x.detach().requires_grad_() for x in (*inputs, *scales)]
+            output = attention(*leaves)
+            results.append([output, *torch.autograd.grad(output, leaves, gradient)])
     assert not torch.equal(results[0][4], results[1][4])
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
@@ -219,11 +223,8 @@ def test_whole_heads_give_the_same_bits_whoever_takes_them(tokens):
     inputs = tokens(B=2, H=7, N=130, D=16, dtype=torch.float32)
     gradient = torch.randn(2, 7, 130, 16)
     alone = run(lln.lln_diag_attention, inputs, gradient)
-    try:
-        torch.set_num_threads(2)
+    with threads(2):
         together = run(lln.lln_diag_attention, inputs, gradient)
-    finally:
-        torch.set_num_threads(1)
     assert all(torch.equal(x, y) for x, y in zip(alone, together, strict=True))
 
 

@@ -7,7 +7,7 @@
    than REACH, and no sum of weights is smaller than exp(-REACH). Tiles of one token are the worst case, for keys that
    grow and grow. A token that is not finite is a tile of its own, so that earlier ones do not see it.
 
-   Where heads are fewer than threads, a head is cut into chunks: each begins with the memory of those before it, which
+   Where heads are too few for the threads, a head is cut into chunks: each begins with the memory of those before it, which
    are read once more for that. */
 #ifndef LLN_CAUSAL_H
 #define LLN_CAUSAL_H

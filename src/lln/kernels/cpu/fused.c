@@ -146,7 +146,7 @@ static void causal_join_chunks(Plan *plan, long head) {
         causal_precede(job, memory_at(before + memory_floats(job), job), memory_at(before + 2 * memory_floats(job), job));
 }
 
-/* Causal attention where heads are fewer than threads: every chunk after the first needs the memory of those before. */
+/* Causal attention where heads are too few for the threads: every chunk after the first needs the memory of those before. */
 static void causal_together(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
     long H = job->heads, C = plan->chunks, total = job->batch * H, memories = memory_floats(job);

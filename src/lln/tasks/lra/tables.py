@@ -92,13 +92,13 @@ def table_5(results: Path) -> Table:
     tested = [result for result in recorded if result["evaluated_on"] == "test"]
     if not tested:
         raise ValueError(f"{results / ACCURACIES} has no run that was tested")
-    # Runs with other options than the comparison's are variants, with rows of their own after that of their method.
-    found = {(result["attention"], _unusual(result)): None for result in tested}
-    variants = [variant for method in TITLES for variant in found if variant[0] == method and variant[1]]
     rows = []
-    for method, options in sorted(
-        [*((name, "") for name in TITLES), *variants], key=lambda row: [*TITLES].index(row[0])
-    ):
+    # Runs with other options than the comparison's are variants, with rows of their own after that of their method.
+    for method, options in [
+        (method, options)
+        for method in TITLES
+        for options in ["", *sorted({_unusual(result) for result in tested if result["attention"] == method} - {""})]
+    ]:
         runs = [result for result in tested if (result["attention"], _unusual(result)) == (method, options)]
         ours = [_mean([result["accuracy"] for result in runs if result["task"] == task]) for task in TASKS]
         published = not options and method in PUBLISHED_ACCURACY
