@@ -99,6 +99,8 @@ def test_a_page_gets_its_tables(results):
     assert page.startswith("Before.\n<!-- table 3: begin -->\n")
     assert page.endswith("<!-- table 3: end -->\nAfter.\n")
     assert update(page, results) == page
+    of_folder = f"table 3 of {results.name}:"
+    assert update(empty.replace("table 3:", of_folder), results.parent) == page.replace("table 3:", of_folder)
     with pytest.raises(ValueError, match="no place for a table"):
         update("Nothing.", results)
     with pytest.raises(ValueError, match="there is no table 9"):

@@ -197,6 +197,22 @@ def test_tables(tmp_path):
         tables.table_4(tmp_path / "nowhere")
 
 
+def test_a_table_compares_equal_budgets(tmp_path):
+    recorded(tmp_path)
+    path = tmp_path / tables.ACCURACIES
+    results = json.loads(path.read_text())
+    assert "listops: 10 steps of 2 at 0.001; " in tables.table_5(tmp_path).notes[1]
+    listops = [result for result in results if result["task"] == "listops"]
+    listops[-1]["settings"]["log_every"] = 7  # of no consequence
+    listops[-1]["provenance"]["commit"] = "D"
+    path.write_text(json.dumps(results))
+    assert tables.table_5(tmp_path).notes[2].endswith("commit C, D.")
+    for change in ({"steps": 11}, {"settings": {"batch_size": 2, "learning_rate": 3e-3}}):
+        path.write_text(json.dumps([*results, listops[0] | change]))
+        with pytest.raises(ValueError, match=r"runs of listops had unequal budgets \((steps|learning_rate)\)"):
+            tables.table_5(tmp_path)
+
+
 def test_bench_at_published_lengths(monkeypatch):
     assert {task: bench.batch_size(task) for task in TASKS} == {
         "text": 2,

@@ -50,6 +50,8 @@ PUBLISHED_ACCURACY = {
     "lln_diag": (60.72, 38.91, 81.21, 69.81, 38.65),
 }
 MISSING = "-"
+# Settings that runs of a task need not have in common.
+_FREE = {"attention", "options", "seed", "log_every", "eval_every", "save_every", "keep_checkpoints", "record_every"}
 
 
 def table_4(results: Path) -> Table:
@@ -92,6 +94,7 @@ def table_5(results: Path) -> Table:
     tested = [result for result in recorded if result["evaluated_on"] == "test"]
     if not tested:
         raise ValueError(f"{results / ACCURACIES} has no run that was tested")
+    budgets = {task: _budget(tested, task) for task in TASKS if any(result["task"] == task for result in tested)}
     rows = []
     # Runs with other options than the comparison's are variants, with rows of their own after that of their method.
     for method, options in [
@@ -109,9 +112,6 @@ def table_5(results: Path) -> Table:
             title = f"{TITLES[method]}, {options}" if options else TITLES[method]
             rows.append([title, *(f"{_number(a)} / {_number(b)}" for a, b in percent)])
     sources = sorted({f"{TASKS[result['task']].title}: {result['source']}" for result in tested})
-    budgets = {
-        (r["task"], r["steps"], r["settings"]["batch_size"], r["settings"]["learning_rate"]): None for r in tested
-    }
     seeds = sorted({result["seed"] for result in tested})
     return Table(
         title="Table 5: accuracy [%], published / ours",
@@ -120,9 +120,12 @@ def table_5(results: Path) -> Table:
         notes=[
             f"Our data: {'; '.join(sources)}. Every test example counts; seeds {', '.join(map(str, seeds))}.",
             "Our budgets, the same for all methods: "
-            + "; ".join(f"{t}: {steps} steps of {batch} at {rate:g}" for t, steps, batch, rate in budgets)
+            + "; ".join(
+                f"{task}: {run['steps']} steps of {run['batch_size']} at {run['learning_rate']:g}"
+                for task, run in budgets.items()
+            )
             + ". Published: 50,000 steps.",
-            _measured(tested[0]["provenance"]),
+            _measured(*(result["provenance"] for result in tested)),
         ],
     )
 
@@ -134,11 +137,25 @@ def _read(results: Path, name: str, command: str) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _measured(provenance: dict[str, Any]) -> str:
-    machine = provenance["machine"]
+def _budget(tested: Sequence[dict[str, Any]], task: str) -> dict[str, Any]:
+    """The settings of a task's runs, which must be the same for all methods and seeds."""
+    runs = [result["settings"] | {"steps": result["steps"]} for result in tested if result["task"] == task]
+    for run in runs[1:]:
+        unequal = [key for key in run if key not in _FREE and run[key] != runs[0].get(key)]
+        if unequal:
+            raise ValueError(
+                f"runs of {task} had unequal budgets ({', '.join(unequal)}), and a table compares equal ones: "
+                "keep the others in another folder"
+            )
+    return dict(runs[0])
+
+
+def _measured(*recorded: dict[str, Any]) -> str:
+    processors = sorted({run["machine"]["processor"] for run in recorded})
+    threads, versions, commits = (sorted({str(run[key]) for run in recorded}) for key in ("threads", "torch", "commit"))
     return (
-        f"Measured on {machine['processor']}, {provenance['threads']} threads, torch {provenance['torch']}, "
-        f"commit {provenance['commit']}."
+        f"Measured on {', '.join(processors)}, threads: {', '.join(threads)}, torch {', '.join(versions)}, "
+        f"commit {', '.join(commits)}."
     )
 
 
