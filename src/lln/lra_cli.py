@@ -121,6 +121,8 @@ def run(
         table.add_row(method, *(f"{100 * fmean(found[task]):.2f}" for task in columns))
     console.print(table)
     console.print(f"{out / RESULTS}", highlight=False)
+    if evaluate_on == "test":
+        console.print(f"Beside the published numbers: lln table 5 --results {out}", highlight=False, markup=False)
 
 
 @lra.command()

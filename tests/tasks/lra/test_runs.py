@@ -12,7 +12,7 @@ from lln import lra_cli
 from lln.tasks.lra import bench, runner, tables
 from lln.tasks.lra.examples import TASKS
 from lln.tasks.lra.recipe import BUDGETS, RESULT, read_result, recipe, train
-from lln.tasks.lra.runner import matrix, parse_method, run_matrix
+from lln.tasks.lra.runner import RESULTS, matrix, parse_method, run_matrix
 
 TINY = {"steps": 3, "batch_size": 2, "save_every": 2, "log_every": 1}
 
@@ -115,11 +115,14 @@ def test_matrix_goes_on_where_it_was(tmp_path, data_dir, monkeypatch):
     results = run_matrix(runs, out=tmp_path, data_dir=data_dir, tell=lambda *word: told.append(word))
     assert started == runs[1:]
     assert [result["attention"] for result in results] == ["softmax", "lln"]
-    assert json.loads((tmp_path / "results.json").read_text()) == results[::-1]  # sorted by name
+    assert json.loads((tmp_path / RESULTS).read_text()) == results[::-1]  # sorted by name
+    assert [row[2].split(" / ")[1] for row in tables.table_5(tmp_path).rows if row[0] in ("Softmax", "LLN")] == [
+        f"{100 * result['accuracy']:.2f}" for result in results
+    ]
     assert told[0][2].startswith("accuracy")
     assert told[-1][:2] == (runs[1], 3)
     assert run_matrix(runs[:1], out=tmp_path) == results[:1]
-    assert len(json.loads((tmp_path / "results.json").read_text())) == 2  # what other commands did is not lost
+    assert len(json.loads((tmp_path / RESULTS).read_text())) == 2  # what other commands did is not lost
     assert started == runs[1:]
 
 
@@ -129,7 +132,7 @@ def test_a_stopped_matrix_leaves_what_is_finished(tmp_path, data_dir, monkeypatc
     monkeypatch.setattr(runner.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         run_matrix(runs, out=tmp_path, data_dir=data_dir)
-    assert json.loads((tmp_path / "results.json").read_text()) == [done]
+    assert json.loads((tmp_path / RESULTS).read_text()) == [done]
 
 
 def test_a_failed_run_is_said(tmp_path, data_dir, monkeypatch):
@@ -159,7 +162,7 @@ def recorded(tmp_path):
         for method in ("softmax", "lln_diag")
         for seed in (0, 1, 2)  # the last with options of its own, and so a row of its own
     ]
-    (tmp_path / tables.ACCURACIES).write_text(json.dumps(results))
+    (tmp_path / RESULTS).write_text(json.dumps(results))
     rows = [
         {"task": task, "method": method, "batch": 2, "milliseconds": 100.0 * scale, "peak_bytes": scale * 2**20}
         for task in TASKS
@@ -199,7 +202,7 @@ def test_tables(tmp_path):
 
 def test_a_table_compares_equal_budgets(tmp_path):
     recorded(tmp_path)
-    path = tmp_path / tables.ACCURACIES
+    path = tmp_path / RESULTS
     results = json.loads(path.read_text())
     assert "listops: 10 steps of 2 at 0.001; " in tables.table_5(tmp_path).notes[1]
     listops = [result for result in results if result["task"] == "listops"]

@@ -24,7 +24,7 @@ from lln.tasks.run import write_json
 
 METHODS = ("softmax", "reformer", "performer", "skyformer", "lln", "lln_diag")
 POLL_SECONDS = 1.0
-RESULTS = "results.json"
+RESULTS = "lra.json"
 
 # What is heard of the matrix: a run's configuration, the steps done, and a word ("loss 1.234", "accuracy 38.1 %").
 Tell = Callable[[LraConfig, int, str], None]
@@ -73,7 +73,7 @@ def run_matrix(
 ) -> list[dict[str, Any]]:
     """Do what is unfinished, `jobs` runs at a time; returns the results of all.
 
-    `out`/results.json has those of every finished run in the folder, also if the matrix is stopped before its end. A
+    `out`/lra.json has those of every finished run in the folder, also if the matrix is stopped before its end. A
     run that fails does not keep the others from going on; at the end it is a RuntimeError.
     """
     if jobs < 1:

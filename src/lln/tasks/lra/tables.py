@@ -1,7 +1,7 @@
 """The paper's tables 4 (what training costs) and 5 (accuracy): the published numbers beside ours.
 
-Both read what was recorded: `lra-cost.json` is what `lln lra bench --out` writes, `lra.json` the results.json of
-`lln lra run`.
+Both read what was recorded: `lra-cost.json` by `lln lra bench --out`, `lra.json` by `lln lra run` in the folder of its
+runs.
 """
 
 import json
@@ -13,8 +13,9 @@ from typing import Any
 from lln.report.tables import Table
 from lln.tasks.lra.examples import TASKS
 from lln.tasks.lra.model import OPTIONS
+from lln.tasks.lra.runner import RESULTS
 
-COSTS, ACCURACIES = "lra-cost.json", "lra.json"
+COSTS = "lra-cost.json"
 OURS = "lln_diag"
 TITLES = {
     "softmax_explicit": "Softmax (explicit)",
@@ -90,10 +91,10 @@ def table_4(results: Path) -> Table:
 
 def table_5(results: Path) -> Table:
     """Accuracy on the test examples."""
-    recorded = _read(results, ACCURACIES, "lln lra run")
+    recorded = _read(results, RESULTS, "lln lra run")
     tested = [result for result in recorded if result["evaluated_on"] == "test"]
     if not tested:
-        raise ValueError(f"{results / ACCURACIES} has no run that was tested")
+        raise ValueError(f"{results / RESULTS} has no run that was tested")
     budgets = {task: _budget(tested, task) for task in TASKS if any(result["task"] == task for result in tested)}
     rows = []
     # Runs with other options than the comparison's are variants, with rows of their own after that of their method.
