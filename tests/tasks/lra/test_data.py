@@ -52,9 +52,9 @@ def test_batch_pads_with_what_is_no_symbol():
     assert batch["labels"].tolist() == [1, 0, 1]
     assert batch["tokens"].dtype == torch.int64
     ordered = examples.by_length()
-    assert ordered.lengths.tolist() == [2, 2, 3]
+    assert ordered.lengths.tolist() == [3, 2, 2]
     assert sorted(ordered.labels.tolist()) == [0, 1, 1]
-    assert collate([ordered.example(2)])["tokens"].tolist() == batch["tokens"][2:].tolist()
+    assert collate([ordered.example(0)])["tokens"].tolist() == batch["tokens"][2:].tolist()
 
 
 def test_text(tmp_path):

@@ -115,8 +115,12 @@ class Examples:
         return Examples(tuple(sequences.part(start, stop) for sequences in self.inputs), self.labels[start:stop])
 
     def by_length(self) -> "Examples":
-        """The same, the shortest first: batches of them hold hardly any padding."""
-        order = self.lengths.argsort(kind="stable")
+        """The same, the longest first: batches of them hold hardly any padding.
+
+        If they grew, none would fit into the pieces of memory that those before it had left, and a process would keep
+        them all.
+        """
+        order = (-self.lengths).argsort(kind="stable")
         return Examples(tuple(sequences.take(order) for sequences in self.inputs), self.labels[order])
 
     def example(self, index: int, epoch: int = 0) -> dict[str, Any]:
