@@ -155,6 +155,8 @@ def recorded(tmp_path):
             "evaluated_on": "test",
             "source": "wikipedia passages, ours" if task == "retrieval" else "somewhere",
             "steps": 10,
+            "seconds": 200.0,
+            "evaluations": [{"eval_seconds": 40.0}],
             "settings": {"batch_size": 2, "learning_rate": 1e-3},
             "provenance": machine,
         }
@@ -209,7 +211,11 @@ def test_a_table_compares_equal_budgets(tmp_path):
     listops[-1]["settings"]["log_every"] = 7  # of no consequence
     listops[-1]["provenance"]["commit"] = "D"
     path.write_text(json.dumps(results))
-    assert tables.table_5(tmp_path).notes[2].endswith("commit C, D.")
+    assert (
+        tables.table_5(tmp_path)
+        .notes[2]
+        .endswith("commit C, D. The times of the 30 runs, with their tests, add up to 2.0 hours.")
+    )
     for change in ({"steps": 11}, {"settings": {"batch_size": 2, "learning_rate": 3e-3}}):
         path.write_text(json.dumps([*results, listops[0] | change]))
         with pytest.raises(ValueError, match=r"runs of listops had unequal budgets \((steps|learning_rate)\)"):

@@ -114,6 +114,7 @@ def table_5(results: Path) -> Table:
             rows.append([title, *(f"{_number(a)} / {_number(b)}" for a, b in percent)])
     sources = sorted({f"{TASKS[result['task']].title}: {result['source']}" for result in tested})
     seeds = sorted({result["seed"] for result in tested})
+    hours = sum(map(_seconds, tested)) / 3600
     return Table(
         title="Table 5: accuracy [%], published / ours",
         columns=["", *(task.title for task in TASKS.values()), "Average"],
@@ -126,7 +127,8 @@ def table_5(results: Path) -> Table:
                 for task, run in budgets.items()
             )
             + ". Published: 50,000 steps.",
-            _measured(*(result["provenance"] for result in tested)),
+            _measured(*(result["provenance"] for result in tested))
+            + f" The times of the {len(tested)} runs, with their tests, add up to {hours:.1f} hours.",
         ],
     )
 
@@ -158,6 +160,11 @@ def _measured(*recorded: dict[str, Any]) -> str:
         f"Measured on {', '.join(processors)}, threads: {', '.join(threads)}, torch {', '.join(versions)}, "
         f"commit {', '.join(commits)}."
     )
+
+
+def _seconds(result: dict[str, Any]) -> float:
+    """Of training and of testing."""
+    return float(result["seconds"] + sum(line["eval_seconds"] for line in result["evaluations"]))
 
 
 def _unusual(result: dict[str, Any]) -> str:
