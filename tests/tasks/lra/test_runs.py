@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -144,6 +145,25 @@ def test_a_failed_run_is_said(tmp_path, data_dir, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"1 of 1 runs failed: listops-softmax-seed0 \(see .*\.log\)"):
         run_matrix(runs, out=tmp_path / "runs", data_dir=data_dir)
+
+
+def test_the_line_of_a_run_follows_it(tmp_path):
+    config = recipe("laptop", "listops", "lln", **TINY)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    worker = runner._Worker(config, tmp_path, tmp_path / "run.log", process)
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 0.5 * step}) + "\n" for step in (1, 2, 3)]
+    assert worker.look() == (0, "starting", False)
+    metrics.write_text("".join(lines[:2]) + lines[2][:4])  # as it is being written
+    assert worker.look() == (2, "loss 1.000", False)
+    metrics.write_text("".join(lines))
+    assert worker.look() == (3, "testing", False)
+    metrics.write_text(lines[0])  # killed while testing, continued from an earlier step
+    assert worker.look() == (1, "loss 0.500", False)
+    process.kill()
+    process.wait()
+    assert worker.look() == (1, "loss 0.500", True)
+    assert worker.last_words() == "it was killed; if memory ran out, fewer --jobs need less"
 
 
 def recorded(tmp_path):

@@ -148,6 +148,8 @@ class _Worker:
         ended = self.process.poll() is not None
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
+            if metrics.stat().st_size < self._read:
+                self._read = 0  # it was continued from a checkpoint, and lines after that were cut off
             with metrics.open("rb") as file:
                 file.seek(self._read)
                 *whole, _ = file.read().split(b"\n")
@@ -163,6 +165,8 @@ class _Worker:
         return step, "testing" if step == self.config.steps else word, ended
 
     def last_words(self) -> str:
+        if self.process.returncode == -signal.SIGKILL:
+            return "it was killed; if memory ran out, fewer --jobs need less"
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit status {self.process.returncode}"
 
