@@ -66,6 +66,25 @@ def test_pairs():
     assert torch.allclose(model(tokens)["logits"], expected, atol=1e-6)
 
 
+def test_standardised_means():
+    torch.manual_seed(0)
+    model = Classifier(PAIR, "lln_diag", shape=Shape(dropout=0.0, standardise=True))
+    seen = []
+    model.head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    tokens = torch.randint(1, 10, (30, 2, 70))
+    for _ in range(100):  # until the moments have settled
+        model(tokens)
+    both = seen[-1][:, : 2 * 64].reshape(-1, 64)  # x and y are measured by the same moments
+    assert torch.allclose(both.mean(dim=0), torch.zeros(64), atol=1e-4)
+    assert torch.allclose(both.var(dim=0, correction=0), torch.ones(64), atol=0.1)
+    model.eval()
+    together = model(tokens)["logits"]
+    assert torch.allclose(model(tokens[3:4])["logits"], together[3:4], atol=1e-4)  # whatever its neighbours are
+    assert [task for task in TASKS if recipe("laptop", task, "lln").standardise] == ["retrieval"]
+    assert isinstance(build(recipe("laptop", "retrieval", "lln")).standard, torch.nn.BatchNorm1d)
+    assert isinstance(build(recipe("paper", "retrieval", "lln")).standard, torch.nn.Identity)
+
+
 @pytest.mark.parametrize("shape", [(2, 2, 10), (2, 1, 71)])
 def test_wrong_tokens(shape):
     with pytest.raises(ValueError, match=r"small takes tokens \(batch, 1, at most 70\)"):

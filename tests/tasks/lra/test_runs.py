@@ -42,6 +42,7 @@ def test_paper_preset_is_the_published_configuration():
         assert (config.steps, config.batch_size, config.learning_rate) == (50_000, batch, rate)
         assert (config.warmup_steps, config.weight_decay, config.dropout) == (warmup, 0.0, 0.1)
         assert (config.examples, config.dashes, config.evaluate_on) == (None, None, "test")
+        assert not config.standardise
 
 
 @pytest.mark.parametrize("preset", list(BUDGETS))
