@@ -175,6 +175,32 @@ def test_stopped_by_a_signal_goes_on(source, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_in_the_last_evaluation_evaluates_again(source, tmp_path, how):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(small(source), out=whole, quiet=True)
+    dies_in_the_last_evaluation = f"""
+import signal
+from lln.tasks import trainer
+evaluating = trainer.Display.evaluating
+def dying(self, step, share):
+    if step == 12:
+        signal.raise_signal({int(how)})
+    evaluating(self, step, share)
+trainer.Display.evaluating = dying
+"""
+    process = start(source, stopped, dies_in_the_last_evaluation + TRAIN)
+    output, _ = process.communicate()
+    assert b"KeyboardInterrupt" in output if how == signal.SIGINT else process.returncode == -signal.SIGKILL, output
+    assert (stopped / "checkpoints/step-12").exists()
+    assert [line["step"] for line in metrics(stopped) if "eval_loss" in line] == [5, 10]
+    train(small(source), out=stopped, quiet=True)
+    assert metrics(stopped) == metrics(whole)
+    for name in ("model/model.safetensors", "records.jsonl"):
+        assert (stopped / name).read_bytes() == (whole / name).read_bytes()
+    assert [again["step"] for again in json.loads((stopped / "provenance.json").read_text())["continued"]] == [12]
+
+
 def test_two_processes_give_the_same_curve(source, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     changes = {"dropout": 0.0, "attention_dropout": 0.0}

@@ -100,13 +100,19 @@ def fit(
             if run.main:
                 trainer.metrics = Metrics(run.path, first_step, display)
                 stack.callback(trainer.metrics.close)
-                trainer.recorder = _recorder(model, run.path, config, first_step, display.say)
-                if trainer.recorder is not None:
-                    stack.callback(trainer.recorder.close)
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            if first_step < steps:
+                if run.main:
+                    trainer.recorder = _recorder(model, run.path, config, first_step, display.say)
+                with trainer.recorder or nullcontext():
+                    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+                trainer.recorder = None
+            else:  # it was stopped while its last model was evaluated
+                trainer.restore(checkpoint)
             if trainer.state.global_step < steps:
                 display.say(f"Stopped at step {trainer.state.global_step} of {steps}; the same command continues.")
                 raise KeyboardInterrupt
+            if not any("eval_loss" in line and line["step"] == steps for line in run.metrics()):
+                trainer.evaluate()
         if run.main:
             run.finish(lambda folder: save_model(model, folder, processing), _summary(run, config, steps, model))
     except (OSError, SafetensorError) as error:
@@ -244,8 +250,16 @@ class _Trainer(Trainer):
             line["loss_scale"] = self.accelerator.scaler.get_scale()
         self.metrics.add(line)
 
+    def restore(self, checkpoint: Path) -> None:
+        """The state after the last step, of which `checkpoint` is."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state.global_step = self.steps
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The scores over every example, whatever the number of processes and the size of the last batch."""
+        """The scores over every example, whatever the number of processes and the size of the last batch.
+
+        After the last step there is a checkpoint already, so a wish to stop is heard at once.
+        """
         began = time.perf_counter()
         share = range(self.args.process_index, len(self.eval_data), self.args.world_size)
         loader = DataLoader(
@@ -255,7 +269,11 @@ class _Trainer(Trainer):
         self.model.eval()
         totals: dict[str, Any] = {}
         with torch.no_grad():
-            for batch in loader:
+            for number, batch in enumerate(loader):
+                if self.stop is not None and self.stop.asked and self.state.global_step == self.steps:
+                    raise KeyboardInterrupt
+                if self.display is not None:
+                    self.display.evaluating(self.state.global_step, number / len(loader))
                 inputs = self._prepare_inputs(batch)
                 with self.compute_loss_context_manager():
                     outputs = self.model(**inputs)
@@ -306,7 +324,8 @@ class _Flow(TrainerCallback):
         trainer.seconds += time.perf_counter() - trainer._mark
         last = step == trainer.steps
         stopping = trainer.stop is not None and trainer.stop.asked
-        control.should_evaluate = last or (config.eval_every > 0 and step % config.eval_every == 0)
+        # The last model is evaluated after training, when its checkpoint is safe.
+        control.should_evaluate = not last and config.eval_every > 0 and step % config.eval_every == 0
         control.should_save = last or stopping or step % config.save_every == 0
         # A checkpoint holds no part of the mean of a line, so a line ends there.
         control.should_log = control.should_save or step % config.log_every == 0

@@ -48,6 +48,14 @@ class Display:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
+    def evaluating(self, step: int, share: float) -> None:
+        """Show how much of an evaluation is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, numbers=f"evaluating, {share:.0%}")
+        elif time.monotonic() - self._began - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic() - self._began
+            self.say(f"{self._label} step {step}/{self._steps}: evaluating, {share:.0%}")
+
     def line(self, line: dict[str, Any]) -> None:
         """Show a line of metrics."""
         if "eval_loss" in line:
