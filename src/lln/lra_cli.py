@@ -88,12 +88,27 @@ def run(
     batch_size: Annotated[int | None, typer.Option(help="Examples in a step, instead of the preset's.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Highest learning rate, instead of the preset's.")] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout, instead of the preset's.")] = None,
+    standardise: Annotated[
+        bool | None,
+        typer.Option(
+            "--standardise/--no-standardise",
+            help="Standardise the mean over the tokens before deciding, instead of the preset's choice.",
+        ),
+    ] = None,
+    dashes: Dashes = None,
     evaluate_on: Annotated[str, typer.Option(help="test, or valid to try settings out.")] = "test",
 ) -> None:
     """Train and test every method on every task with equal budgets; what is finished is not done again."""
     from lln.tasks.lra.runner import RESULTS, matrix, run_matrix
 
-    given = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "dropout": dropout}
+    given = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "dropout": dropout,
+        "standardise": standardise,
+        "dashes": dashes,
+    }
     changes = {key: value for key, value in given.items() if value is not None}
     numbers = [int(seed) for seed in _list(seeds, "--seeds")] if seeds.replace(",", "").isdigit() else []
     if not numbers:

@@ -148,6 +148,29 @@ def test_a_failed_run_is_said(tmp_path, data_dir, monkeypatch):
         run_matrix(runs, out=tmp_path / "runs", data_dir=data_dir)
 
 
+def test_the_command(tmp_path, data_dir):
+    def run(*arguments):
+        return CliRunner().invoke(lra_cli.lra, ["run", "--data-dir", str(data_dir), *arguments])
+
+    out = tmp_path / "runs"
+    command = ["--tasks", "listops", "--methods", "lln_diag:block_size=8", "--seeds", "3", "--out", str(out)]
+    done = run(*command, "--steps", "2", "--batch-size", "2", "--standardise", "--evaluate-on", "valid")
+    assert done.exit_code == 0, done.output
+    assert "listops-lln_diag-block_size=8-seed3: step 2/2, accuracy" in done.output
+    assert "lln table 5" not in done.output  # which is of test accuracies
+    (result,) = json.loads((out / RESULTS).read_text())
+    asked = {"steps": 2, "batch_size": 2, "standardise": True, "seed": 3, "options": {"block_size": 8}}
+    assert asked.items() <= result["settings"].items()
+    for arguments, message in (
+        (["--seeds", "one"], "--seeds takes numbers"),
+        (["--tasks", "listops,"], "--tasks takes names"),
+        (["--tasks", "listops", "--dashes", "6"], "dashes are for pathfinder, not for listops"),
+    ):
+        refused = run("--out", str(tmp_path / "refused"), *arguments)
+        assert isinstance(refused.exception, ValueError)
+        assert message in str(refused.exception)
+
+
 def test_the_line_of_a_run_follows_it(tmp_path):
     config = recipe("laptop", "listops", "lln", **TINY)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
