@@ -35,6 +35,7 @@ from lln.tasks.config import TrainConfig
 
 Say = Callable[[str], None]
 PARTIAL = ".partial-"
+CONFIG = "config.json"
 MANIFEST = "manifest.json"
 
 
@@ -66,7 +67,7 @@ class RunFolder:
     def _begin(self, settings: dict[str, Any]) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"a run needs a folder, and {self.path} is a file")
-        config = self.path / "config.json"
+        config = self.path / CONFIG
         if self.path.is_dir() and not config.exists() and any(self._foreign()):
             raise ValueError(f"{self.path} is no run folder, it holds other files; choose another with --out")
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,9 @@ class RunFolder:
             raise ValueError(
                 f"another process is at work in {self.path}; wait for it, or choose another folder"
             ) from None
-        self._same_as_before(config, settings, "settings")
+        if not config.exists():
+            write_json(config, settings)
+        check_same(config, settings, "settings")
         history = self.path / "provenance.json"
         if not history.exists():
             command = " ".join(["lln", *sys.argv[1:]])
@@ -89,23 +92,13 @@ class RunFolder:
         ours = (".lock", "checkpoints", PARTIAL)
         return [path for path in self.path.iterdir() if not path.name.startswith(ours)]
 
-    def _same_as_before(self, path: Path, values: dict[str, Any], what: str) -> None:
-        if not path.exists():
-            write_json(path, values)
-            return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        different = [name for name in before | values if before.get(name) != values.get(name)]
-        if different:
-            changes = "; ".join(f"{name} was {before.get(name)!r}, is {values.get(name)!r}" for name in different)
-            raise ValueError(
-                f"{self.path} holds a run with other {what}: {changes}. Repeat its command to continue it, or choose "
-                "another folder with --out"
-            )
-
     def check_data(self, fingerprint: Mapping[str, Any]) -> None:
         """Refuse to continue with other data than the run began with."""
         if self.main:
-            self._same_as_before(self.path / "data.json", dict(fingerprint), "data")
+            path = self.path / "data.json"
+            if not path.exists():
+                write_json(path, dict(fingerprint))
+            check_same(path, fingerprint, "data")
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -206,6 +199,18 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_same(path: Path, values: Mapping[str, Any], what: str) -> None:
+    """Refuse to go on with a run whose file `path` says that it began with other values."""
+    before = json.loads(path.read_text(encoding="utf-8"))
+    different = [name for name in before | dict(values) if before.get(name) != values.get(name)]
+    if different:
+        changes = "; ".join(f"{name} was {before.get(name)!r}, is {values.get(name)!r}" for name in different)
+        raise ValueError(
+            f"{path.parent} holds a run with other {what}: {changes}. Repeat its command to continue it, or choose "
+            "another folder with --out"
+        )
 
 
 def processes() -> Any:

@@ -128,6 +128,9 @@ def test_matrix_goes_on_where_it_was(tmp_path, data_dir, monkeypatch):
     assert told[-1][:2] == (runs[1], 3)
     assert run_matrix(runs[:1], out=tmp_path) == results[:1]
     assert len(json.loads((tmp_path / RESULTS).read_text())) == 2  # what other commands did is not lost
+    longer = matrix(["listops"], ["softmax", "lln"], **TINY | {"steps": 4})
+    with pytest.raises(ValueError, match=r"seed0 holds a run with other settings: steps was 3, is 4\."):
+        run_matrix(longer, out=tmp_path, data_dir=data_dir)
     assert started == runs[1:]
 
 

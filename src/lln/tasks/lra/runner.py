@@ -20,7 +20,7 @@ from typing import Any
 
 from lln.tasks.lra.examples import TASKS
 from lln.tasks.lra.recipe import RESULT, LraConfig, read_data, read_result, recipe
-from lln.tasks.run import write_json
+from lln.tasks.run import CONFIG, check_same, write_json
 
 METHODS = ("softmax", "reformer", "performer", "skyformer", "lln", "lln_diag")
 POLL_SECONDS = 1.0
@@ -78,6 +78,10 @@ def run_matrix(
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
+    for run in runs:  # a folder's name does not say the budget
+        begun = out / run.name / CONFIG
+        if begun.exists():
+            check_same(begun, run.settings(), "settings")
     out.mkdir(parents=True, exist_ok=True)
     tell = tell or (lambda run, step, word: None)
     todo = [run for run in runs if not (out / run.name / RESULT).exists()]
