@@ -90,7 +90,10 @@ def table_4(results: Path) -> Table:
 
 
 def table_5(results: Path) -> Table:
-    """Accuracy on the test examples, of the tasks that were run; an average if those are all."""
+    """Accuracy on the test examples, of the tasks and methods that were run.
+
+    Once all tasks were run it has averages, and rows of what was published for methods that were not.
+    """
     recorded = _read(results, RESULTS, "lln lra run")
     tested = [result for result in recorded if result["evaluated_on"] == "test"]
     if not tested:
@@ -105,15 +108,16 @@ def table_5(results: Path) -> Table:
         for options in ["", *sorted({_unusual(result) for result in tested if result["attention"] == method} - {""})]
     ]:
         runs = [result for result in tested if (result["attention"], _unusual(result)) == (method, options)]
-        ours = [_mean([result["accuracy"] for result in runs if result["task"] == task]) for task in budgets]
         published = not options and method in PUBLISHED_ACCURACY
+        if not runs and not (published and complete):
+            continue
+        ours = [_mean([result["accuracy"] for result in runs if result["task"] == task]) for task in budgets]
         reported = dict(zip(TASKS, PUBLISHED_ACCURACY[method], strict=True)) if published else {}
         theirs = [reported.get(task) for task in budgets]
-        if runs or published:
-            pairs = [*zip(theirs, ours, strict=True), *([(_all(theirs), _all(ours))] if complete else [])]
-            percent = [(theirs, None if own is None else 100 * own) for theirs, own in pairs]
-            title = f"{TITLES[method]}, {options}" if options else TITLES[method]
-            rows.append([title, *(f"{_number(a)} / {_number(b)}" for a, b in percent)])
+        pairs = [*zip(theirs, ours, strict=True), *([(_all(theirs), _all(ours))] if complete else [])]
+        percent = [(theirs, None if own is None else 100 * own) for theirs, own in pairs]
+        title = f"{TITLES[method]}, {options}" if options else TITLES[method]
+        rows.append([title, *(f"{_number(a)} / {_number(b)}" for a, b in percent)])
     sources = sorted({f"{TASKS[result['task']].title}: {result['source']}" for result in tested})
     seeds = sorted({result["seed"] for result in tested})
     hours = sum(map(_seconds, tested)) / 3600
