@@ -258,7 +258,7 @@ def test_a_table_compares_equal_budgets(tmp_path):
     results = json.loads(path.read_text())
     assert "listops: 10 steps of 2 at 0.001; " in tables.table_5(tmp_path).notes[1]
     listops = [result for result in results if result["task"] == "listops"]
-    listops[-1]["settings"]["log_every"] = 7  # of no consequence
+    listops[-1]["settings"] |= {"log_every": 7, "standardise": False}  # of no consequence; what the others had unsaid
     listops[-1]["provenance"]["commit"] = "D"
     path.write_text(json.dumps(results))
     assert (
@@ -266,9 +266,16 @@ def test_a_table_compares_equal_budgets(tmp_path):
         .notes[2]
         .endswith("commit C, D. The times of the 30 runs, with their tests, add up to 2.0 hours.")
     )
-    for change in ({"steps": 11}, {"settings": {"batch_size": 2, "learning_rate": 3e-3}}):
+    settings = listops[0]["settings"]
+    path.write_text(json.dumps([listops[0] | {"settings": settings | {"standardise": True}}]))
+    assert "listops: 10 steps of 2 at 0.001, means standardised. " in tables.table_5(tmp_path).notes[1]
+    for name, change in (
+        ("steps", {"steps": 11}),
+        ("learning_rate", {"settings": settings | {"learning_rate": 3e-3}}),
+        ("standardise", {"settings": settings | {"standardise": True}}),
+    ):
         path.write_text(json.dumps([*results, listops[0] | change]))
-        with pytest.raises(ValueError, match=r"runs of listops had unequal budgets \((steps|learning_rate)\)"):
+        with pytest.raises(ValueError, match=rf"runs of listops had unequal budgets \({name}\)"):
             tables.table_5(tmp_path)
 
 

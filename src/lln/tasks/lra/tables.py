@@ -6,6 +6,7 @@ runs.
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from lln.report.tables import Table
 from lln.tasks.lra.examples import TASKS
 from lln.tasks.lra.model import OPTIONS
+from lln.tasks.lra.recipe import LraConfig
 from lln.tasks.lra.runner import RESULTS
 
 COSTS = "lra-cost.json"
@@ -130,6 +132,7 @@ def table_5(results: Path) -> Table:
             "Our budgets, the same for all methods: "
             + "; ".join(
                 f"{task}: {run['steps']} steps of {run['batch_size']} at {run['learning_rate']:g}"
+                f"{', means standardised' if run['standardise'] else ''}"
                 for task, run in budgets.items()
             )
             + ". Published: 50,000 steps.",
@@ -148,7 +151,9 @@ def _read(results: Path, name: str, command: str) -> Any:
 
 def _budget(tested: Sequence[dict[str, Any]], task: str) -> dict[str, Any]:
     """The settings of a task's runs, which must be the same for all methods and seeds."""
-    runs = [result["settings"] | {"steps": result["steps"]} for result in tested if result["task"] == task]
+    # A setting that a recorded run does not have yet was what is the default since.
+    before = {field.name: field.default for field in fields(LraConfig)}
+    runs = [before | result["settings"] | {"steps": result["steps"]} for result in tested if result["task"] == task]
     for run in runs[1:]:
         unequal = [key for key in run if key not in _FREE and run[key] != runs[0].get(key)]
         if unequal:
