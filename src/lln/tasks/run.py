@@ -78,9 +78,7 @@ class RunFolder:
             raise ValueError(
                 f"another process is at work in {self.path}; wait for it, or choose another folder"
             ) from None
-        if not config.exists():
-            write_json(config, settings)
-        check_same(config, settings, "settings")
+        _keep_or_check(config, settings, "settings")
         history = self.path / "provenance.json"
         if not history.exists():
             command = " ".join(["lln", *sys.argv[1:]])
@@ -95,10 +93,7 @@ class RunFolder:
     def check_data(self, fingerprint: Mapping[str, Any]) -> None:
         """Refuse to continue with other data than the run began with."""
         if self.main:
-            path = self.path / "data.json"
-            if not path.exists():
-                write_json(path, dict(fingerprint))
-            check_same(path, fingerprint, "data")
+            _keep_or_check(self.path / "data.json", fingerprint, "data")
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -211,6 +206,13 @@ def check_same(path: Path, values: Mapping[str, Any], what: str) -> None:
             f"{path.parent} holds a run with other {what}: {changes}. Repeat its command to continue it, or choose "
             "another folder with --out"
         )
+
+
+def _keep_or_check(path: Path, values: Mapping[str, Any], what: str) -> None:
+    if path.exists():
+        check_same(path, values, what)
+    else:
+        write_json(path, dict(values))
 
 
 def processes() -> Any:

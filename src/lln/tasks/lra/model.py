@@ -5,8 +5,8 @@ the end, the mean over the tokens, and a perceptron on it; two documents x and y
 perceptron sees [x, y, x y, x - y]. Not as there: the mean is over the kept tokens (there padding counts as zeros), and
 no mechanism drops attention weights (there softmax attention does, at 0.1).
 
-`Shape(standardise=True)` is ours, for short trainings: documents share most of the mean over their tokens. What tells
-two of them apart is a tenth of it, and too little for the perceptron to find in a few hundred steps.
+`Shape(standardise=True)` is ours, for short trainings: documents share most of the mean over their tokens, and the
+rest, which tells them apart, is too little for the perceptron to find in a few hundred steps.
 """
 
 from collections.abc import Mapping, Sequence
