@@ -1,22 +1,29 @@
 """Builds the fused CPU code with the system's C compiler, once, and loads it.
 
-The code (`cpu/`) knows nothing of torch, so it builds in seconds and serves every version of torch. What was built is
-kept under the user's cache folder, in a file named by the source, the compiler and the flags; `LLN_CACHE` moves it.
+The code (`cpu/`) does not depend on torch, so it builds in seconds and works with every version of torch. It is kept
+under the user's cache folder, which `LLN_CACHE` moves, in a file named by the source, the compiler and the flags. A
+library of the cache is loaded only if no other user can have written it and its contents match the SHA-256 in its name.
+The sum is part of the name so that a single rename puts both in place: they match even if processes are stopped, or
+build at the same time.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 from importlib.resources import files
+from multiprocessing.util import Finalize
 from pathlib import Path
 
-from lln.cache import cache_folder
+from lln.cache import cache_folder, trusted_folder, untrusted_reason
 
 FLAGS = [
     "-std=gnu11",
@@ -64,30 +71,105 @@ def choose_flavour() -> str:
 
 
 def build(flavour: str) -> Path:
-    """The library of a flavour, built unless it is in the cache."""
+    """The library of a flavour: from the cache if it is there and undamaged, else built and put there.
+
+    Where the cache cannot be used or trusted, the library lies in a temporary folder until the process ends.
+    """
     compiler = _compiler()
     sources = sorted(
         (file.name, file.read_bytes()) for file in files("lln.kernels").joinpath("cpu").iterdir() if file.is_file()
     )
     flags = [*FLAGS, *FLAVOURS[flavour][0]]
     key = hashlib.sha256(repr((sources, _version(compiler), flags, platform.machine())).encode()).hexdigest()[:16]
-    folder = cache_folder() / "kernels"
-    library = folder / f"fused-{flavour}-{key}.so"
-    if library.is_file():
-        return library
+    prefix = f"fused-{flavour}-{key}-"
+    unusable: dict[Path, str] = {}
+    problem = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as place:
-            for name, source in sources:
-                Path(place, name).write_bytes(source)
-            made = Path(place, "fused.so")
-            command = [compiler, *flags, "-o", str(made), str(Path(place, "fused.c")), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            if done.returncode != 0:
-                raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[:2000]}")
-            made.replace(library)  # in one step: another process sees all of it or nothing
+        folder = trusted_folder(cache_folder() / "kernels")
+        for library in sorted(file for file in folder.iterdir() if file.name.startswith(prefix)):
+            reason = _unusable_reason(library)
+            if reason is None:
+                return library
+            unusable[library] = reason
+    except (OSError, ValueError) as error:
+        problem = str(error)
+
+    # Warnings come last: where they are errors, the next call finds the cache repaired.
+    made = _compile(compiler, flags, sources)
+    if problem is None:
+        try:
+            library = _keep(made, folder, prefix)
+            for file in unusable.keys() - {library}:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            problem = "; ".join([*unusable.values(), f"writing to {folder} failed: {error}"])
+    if problem is not None:
+        warnings.warn(
+            f"the kernel cache is not used, because {problem}; the fused code was built for this process only. To "
+            "build it once, correct this or set LLN_CACHE to a folder of yours that nobody else can write to",
+            stacklevel=2,
+        )
+        return made
+    shutil.rmtree(made.parent, ignore_errors=True)
+    if unusable:
+        warnings.warn(f"{'; '.join(unusable.values())}: the fused code was built anew", stacklevel=2)
+    return library
+
+
+def _unusable_reason(library: Path) -> str | None:
+    """Why a library of the cache must not be loaded; None if it can be."""
+    try:
+        if not stat.S_ISREG(library.lstat().st_mode):
+            return f"{library} is not a regular file"
+        if reason := untrusted_reason(library):
+            return reason
+        if library.stem.rpartition("-")[2] != hashlib.sha256(library.read_bytes()).hexdigest():
+            return f"{library} is damaged"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _compile(compiler: str, flags: list[str], sources: list[tuple[str, bytes]]) -> Path:
+    """The library in a new folder that only this user can read and that is removed when the process ends."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="lln-kernels-"))
+        # Unlike `atexit`: not in a forked child, and at the end of a worker of multiprocessing as well.
+        Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
+        for name, source in sources:
+            (folder / name).write_bytes(source)
+        # Relative names: the path of the folder must not enter the library, whose bytes would differ from run to run.
+        command = [compiler, *flags, "-o", "fused.so", "fused.c", "-lm"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[:2000]}")
+        made = folder / "fused.so"
+        made.chmod(0o600)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"building in {folder} failed: {error}") from error
+        raise BuildError(f"building the fused code failed: {error}") from error
+    return made
+
+
+def _keep(made: Path, folder: Path, prefix: str) -> Path:
+    """Copy a library to the cache: all of it or nothing, also where the power fails."""
+    content = made.read_bytes()
+    library = folder / f"{prefix}{hashlib.sha256(content).hexdigest()}.so"
+    descriptor, draft = tempfile.mkstemp(dir=folder, prefix=".fused-")  # with mode 0600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(draft, library)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # some network file systems have no such call, and a loss would be noticed
+        place = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(place)
+        finally:
+            os.close(place)
     return library
 
 
@@ -107,7 +189,7 @@ def _compiler() -> str:
         raise BuildError("the fused code is not built on Windows")
     for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
         if found := shutil.which(name):
-            return found
+            return os.path.abspath(found)  # it is run in another folder
     raise BuildError("no C compiler found (looked for $CC, cc, gcc, clang)")
 
 
