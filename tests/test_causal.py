@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import lln
 from lln import LLNState
@@ -200,3 +201,51 @@ def test_gradients_flow_through_a_state(tokens):
         return feed(state_for(*inputs[::2], 2, block_size=4, alpha=1.2, beta=0.8), inputs, (0, 2, 3, 6))[0]
 
     assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fused", "plain"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("name", ["lln_attention", "lln_diag_attention", "block_diagonal_attention"])
+def test_what_is_not_finite_reaches_no_earlier_token(tokens, name, which, bad, dtype):
+    attention = functools.partial(getattr(lln, name), is_causal=True)
+    clean = tokens(N=150, dtype=dtype)
+    inputs = [x.clone() for x in clean]
+    inputs[which][0, :, 90] = bad
+    output = attention(*inputs)
+    torch.testing.assert_close(output[:, :, :90], attention(*clean)[:, :, :90], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output[1], attention(*clean)[1], rtol=0, atol=0)
+    assert not output[0, :, 90].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("step", [1, 7, 64])
+def test_every_split_is_the_whole_where_a_token_is_not_finite(tokens, which, step, dtype):
+    inputs = tokens(N=150, dtype=dtype)
+    inputs[which][0, :, 90] = torch.nan
+    state = lln.LLNState.empty(2, 4, 16, block_size=64, dtype=dtype)
+    outputs = []
+    for start in range(0, 150, step):
+        output, state = state.prefill(*(x[:, :, start : start + step] for x in inputs))
+        outputs.append(output)
+    whole = lln.lln_diag_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(torch.cat(outputs, dim=2), whole, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_a_state_owns_its_memory_and_can_be_saved(tokens, block_size, tmp_path):
+    scales = {"alpha": 1.5, "beta": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+    for given in ({}, scales):
+        state = lln.LLNState.empty(2, 4, 16, block_size=block_size, **given)
+        states = [state]
+        for _ in range(2):
+            states.append(states[-1].prefill(*tokens(N=300, dtype=torch.float32))[1])
+        states.append(states[-1].step(*tokens(N=1, dtype=torch.float32))[1])
+        states.append(states[-1].reorder(torch.tensor([1, 1, 0])))
+        for state in states:
+            tensors = state.to_dict()
+            assert sum(x.untyped_storage().nbytes() for x in tensors.values()) == state.nbytes
+            save_file(tensors, tmp_path / "state.safetensors")
+            loaded = lln.LLNState.from_dict(load_file(tmp_path / "state.safetensors"))
+            assert all(torch.equal(x, tensors[name]) for name, x in loaded.to_dict().items())

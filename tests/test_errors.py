@@ -48,7 +48,7 @@ MISTAKES = {
     ),
     "mask list": (..., {"key_padding_mask": [True] * 6}, TypeError, "got list"),
     "lengths count": (..., {"key_padding_mask": torch.tensor([1, 2, 3])}, ValueError, "3 lengths for a batch of 2"),
-    "lengths long": (..., {"key_padding_mask": torch.tensor([1, 7])}, ValueError, r"\[1, 7\].*between 0 and 6"),
+    "lengths long": (..., {"key_padding_mask": torch.tensor([1, 7])}, ValueError, r"between 0 and 6, got \[1, 7\]"),
     "lengths negative": (..., {"key_padding_mask": torch.tensor([1, -1])}, ValueError, r"\[1, -1\]"),
 }
 SCALES = {

@@ -1,6 +1,7 @@
 """The mechanism against the explicit reference, over awkward sizes, dtypes, layouts and transformations."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -234,12 +235,24 @@ def test_input_that_is_not_finite_shows(tokens, where, bad, is_causal):
         assert not shown[1].any()
 
 
-def test_empty_sequences(tokens):
-    q, k, v = tokens(N=4, M=4)
-    assert lln.lln_attention(q[:, :, :0], k, v).shape == (2, 4, 0, 16)
-    torch.testing.assert_close(lln.lln_attention(q, k[:, :, :0], v[:, :, :0]), torch.zeros_like(v))
-    for name in FUNCTIONS:
-        assert getattr(lln, name)(q[:, :, :0], k[:, :, :0], v[:, :, :0]).shape == (2, 4, 0, 16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize(
+    ("B", "N", "M", "V"), [(0, 5, 5, 8), (2, 0, 0, 8), (2, 5, 5, 0), (2, 5, 0, 8), (2, 0, 5, 8), (0, 0, 0, 0)], ids=str
+)
+def test_empty_input_gives_zeros_with_gradients(B, N, M, V, masked, dtype):
+    """No sample, no query, no key or no value feature: shapes and zero gradients as SDPA has them."""
+    shapes = (B, 4, N, 16), (B, 2, M, 16), (B, 2, M, V)
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    keep = torch.ones(B, M, dtype=torch.bool) if masked else None
+    for name, is_causal in itertools.product(FUNCTIONS if N == M else ["lln_attention"], (False, True)):
+        if is_causal and N != M:
+            continue
+        output = getattr(lln, name)(*inputs, key_padding_mask=keep, is_causal=is_causal)
+        assert output.shape == (B, 4, N, V)
+        assert (output == 0).all()
+        for x, gradient in zip(inputs, torch.autograd.grad(output.sum(), inputs), strict=True):
+            assert torch.equal(gradient, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("kind", ["lln", "lln_diag", "block_diagonal", "softmax"])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lln
+from lln import zoo
 
 
 def test_modules_are_the_functions(tokens):
@@ -53,7 +54,7 @@ def test_a_learned_mixture_starts_with_the_share_that_is_given(tokens, combine, 
     options = {"block_size": 8, "combine": combine, "share": 0.2}
     for module in (
         lln.LLNDiagAttention(4, 16, **options),
-        lln.zoo.build("lln_diag", num_heads=4, head_dim=16, **options),
+        zoo.build("lln_diag", num_heads=4, head_dim=16, **options),
     ):
         made = module.double()(q, k, v, key_padding_mask=keep, is_causal=is_causal)
         torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-7)
@@ -287,3 +288,67 @@ def test_modules_compile_export_and_train_in_low_precision():
     assert layer.in_proj_weight.grad.isfinite().all()
     low = copy.deepcopy(layer).bfloat16()
     assert low(x.bfloat16(), x.bfloat16(), x.bfloat16())[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+@pytest.mark.parametrize(("B", "N"), [(0, 5), (2, 0)], ids=["no sample", "no token"])
+@pytest.mark.parametrize("attention", ["lln", "lln_diag"])
+def test_multihead_attention_of_nothing_is_as_torch_has_it(attention, B, N, need_weights):
+    x = torch.randn(B, N, 32, requires_grad=True)
+    ours = lln.MultiheadAttention(32, 4, batch_first=True, attention=attention)
+    theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    for got, wanted in zip(*(m(x, x, x, need_weights=need_weights) for m in (ours, theirs)), strict=True):
+        assert (got is None) == (wanted is None)
+        assert got is None or got.shape == wanted.shape
+    ours(x, x, x, need_weights=need_weights)[0].sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("statistics", ["live", "running"])
+def test_modules_of_an_empty_batch(statistics):
+    x = torch.randn(0, 4, 5, 16)
+    for kind in (lln.LLNAttention, lln.LLNDiagAttention):
+        module = kind(4, 16, statistics=statistics)
+        assert module(x, x, x).shape == x.shape
+        assert all(buffer.isfinite().all() for buffer in module.buffers())
+
+
+ATTN_MASKS = {
+    "none masked": torch.zeros(20, 20),
+    "bool": torch.zeros(20, 20, dtype=torch.bool),
+    "anti-causal": torch.full((20, 20), -torch.inf).tril(-1),
+    "bias": torch.full((20, 20), -3.0),
+}
+
+
+@pytest.mark.parametrize("mask", ATTN_MASKS)
+def test_compiled_multihead_attention_takes_no_mask_for_causal(mask):
+    torch._dynamo.reset()
+    x = torch.randn(2, 20, 32)
+    module = lln.MultiheadAttention(32, 4, batch_first=True)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(20)
+    output = compiled(x, x, x, attn_mask=causal, need_weights=False)[0]
+    torch.testing.assert_close(output, module(x, x, x, is_causal=True, need_weights=False)[0])
+    with pytest.raises(RuntimeError, match="only a causal attn_mask"):
+        compiled(x, x, x, attn_mask=ATTN_MASKS[mask], need_weights=False)
+
+
+def test_compiled_multihead_attention_refuses_a_bias_on_keys():
+    torch._dynamo.reset()
+    x = torch.randn(2, 20, 32)
+    module = lln.MultiheadAttention(32, 4, batch_first=True)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    ignore = torch.zeros(2, 20).masked_fill(torch.rand(2, 20) < 0.3, -torch.inf)
+    output = compiled(x, x, x, key_padding_mask=ignore, need_weights=False)[0]
+    torch.testing.assert_close(output, module(x, x, x, key_padding_mask=ignore, need_weights=False)[0])
+    with pytest.raises(RuntimeError, match="0 for keep and -inf for ignore"):
+        compiled(x, x, x, key_padding_mask=torch.full((2, 20), -3.0), need_weights=False)
+
+
+def test_a_mask_without_values_is_not_taken_for_causal():
+    x = torch.randn(2, 20, 32, device="meta")
+    module = lln.MultiheadAttention(32, 4, batch_first=True, device="meta")
+    assert module(x, x, x, is_causal=True, need_weights=False)[0].shape == x.shape
+    with pytest.raises(ValueError, match="meta device"):
+        module(x, x, x, attn_mask=torch.zeros(20, 20, device="meta"))

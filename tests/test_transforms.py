@@ -1,12 +1,14 @@
 """torch.compile, torch.export and torch.func work on the functions; memory grows as promised."""
 
 import functools
+import io
 import subprocess
 import sys
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lln
 
@@ -72,6 +74,98 @@ def test_export_with_dynamic_length(tokens, name, is_causal):
     for N in (70, 100, 128):
         others = tokens(N=N, D=8, dtype=torch.float32)
         torch.testing.assert_close(program.module()(*others), Model()(*others), rtol=1e-4, atol=1e-5)
+
+
+@CASES
+def test_an_exported_program_can_be_saved_and_loaded(tokens, name, is_causal):
+    class Model(torch.nn.Module):
+        def forward(self, query, key, value, keep):
+            return getattr(lln, name)(query, key, value, key_padding_mask=keep, is_causal=is_causal)
+
+    keep = torch.rand(2, 40) > 0.3
+    inputs = (*tokens(N=40, D=8, dtype=torch.float32), keep)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Model(), inputs), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    others = (*tokens(N=40, D=8, dtype=torch.float32), torch.rand(2, 40) > 0.3)
+    torch.testing.assert_close(loaded(*others), Model()(*others), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
+@CASES
+def test_jit_trace_records_the_plain_operations(tokens, name, is_causal, with_grad):
+    def attention(query, key, value):
+        return getattr(lln, name)(query, key, value, is_causal=is_causal)
+
+    others = tokens(N=40, D=8, dtype=torch.float32)
+    with torch.set_grad_enabled(with_grad):
+        traced = torch.jit.trace(attention, tuple(tokens(N=40, D=8, dtype=torch.float32, grad=with_grad)))
+        torch.testing.assert_close(traced(*others), attention(*others), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_refuses_what_it_would_not_check(tokens):
+    lengths = torch.tensor([40, 20])
+    with pytest.raises(ValueError, match=r"torch.jit.trace cannot record"):
+        torch.jit.trace(
+            lambda *x: lln.lln_attention(*x, key_padding_mask=lengths), tuple(tokens(N=40, dtype=torch.float32))
+        )
+
+
+@CASES
+def test_a_dispatch_mode_sees_every_operation(tokens, name, is_causal):
+    attention = functools.partial(getattr(lln, name), is_causal=is_causal)
+    graph = make_fx(attention)(*tokens(N=40, D=8, dtype=torch.float32))
+    others = tokens(N=40, D=8, dtype=torch.float32)
+    torch.testing.assert_close(graph(*others), attention(*others), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["lln_attention", "lln_diag_attention", "block_diagonal_attention"])
+def test_batches_of_gradients(tokens, name, is_causal):
+    attention = functools.partial(getattr(lln, name), is_causal=is_causal)
+    inputs = tuple(tokens(B=1, H=1, N=5, D=8, dtype=torch.float32))
+    jacobian = torch.autograd.functional.jacobian
+    for one, many in zip(jacobian(attention, inputs), jacobian(attention, inputs, vectorize=True), strict=True):
+        torch.testing.assert_close(one, many, rtol=1e-4, atol=1e-6)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    output = attention(*leaves)
+    gradients = torch.randn(3, *output.shape)
+    batched = torch.autograd.grad(output, leaves, gradients, is_grads_batched=True, retain_graph=True)
+    for i, gradient in enumerate(gradients):
+        for one, many in zip(torch.autograd.grad(output, leaves, gradient, retain_graph=True), batched, strict=True):
+            torch.testing.assert_close(one, many[i], rtol=1e-4, atol=1e-6)
+
+
+WRONG_VALUES = {
+    "long lengths": {"key_padding_mask": torch.tensor([40, 41])},
+    "negative lengths": {"key_padding_mask": torch.tensor([40, -5])},
+    "alpha": {"alpha": torch.tensor(-1.0)},
+    "beta": {"beta": torch.tensor([1.0, 1.0, torch.nan, 1.0])},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_VALUES)
+def test_a_compiled_function_refuses_wrong_values_when_it_runs(tokens, wrong):
+    right = {name: x.clamp(1, 40) for name, x in WRONG_VALUES[wrong].items()}
+    right = {name: x.nan_to_num(1.0) if x.is_floating_point() else x for name, x in right.items()}
+    compiled = torch.compile(lln.lln_attention, fullgraph=True, backend="aot_eager")
+    inputs = tokens(N=40, D=8, dtype=torch.float32)
+    torch.testing.assert_close(compiled(*inputs, **right), lln.lln_attention(*inputs, **right))
+    with pytest.raises(RuntimeError, match=r"must (be positive and finite|hold lengths between 0)"):
+        compiled(*inputs, **WRONG_VALUES[wrong])
+    with pytest.raises(ValueError, match=r"must (be positive and finite|hold lengths between 0)"):
+        lln.lln_attention(*inputs, **WRONG_VALUES[wrong])
+
+
+def test_wrong_values_are_refused_under_vmap(tokens):
+    inputs = tokens(B=2, N=10, D=8)
+    with pytest.raises(ValueError, match="alpha must be positive"):
+        torch.func.vmap(lambda q, k, v, a: lln.lln_attention(q[None], k[None], v[None], alpha=a))(
+            *inputs, torch.tensor([1.0, -1.0])
+        )
 
 
 @CASES

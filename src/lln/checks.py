@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LEAVE_OUT = "; leave it out to have it matched to the input"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -85,22 +86,58 @@ def check_scale(name: str, scale: float | Tensor | None, *, batch: int, heads: i
             )
         if not scale.is_floating_point():
             raise TypeError(f"{name} must be a floating point tensor, got {scale.dtype}")
-        if not known(good := ((scale > 0) & scale.isfinite()).all()) or bool(good):
-            return
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"{name} must be a number, a tensor or None, got {type(scale).__name__}")
-    elif scale > 0 and math.isfinite(scale):
+        check_values((scale > 0) & scale.isfinite(), f"{name} must be positive and finite{_LEAVE_OUT}", scale)
         return
-    raise ValueError(f"{name} must be positive and finite, got {scale}; leave it out to have it matched to the input")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"{name} must be a number, a tensor or None, got {type(scale).__name__}")
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"{name} must be positive and finite, got {scale}{_LEAVE_OUT}")
+
+
+def check_values(condition: Tensor, message: str, shown: Tensor | None = None) -> None:
+    """Refuse input whose values do not meet a condition, a bool tensor of any shape.
+
+    Under torch.compile and torch.export the check becomes a part of the graph and fails when that runs, as a
+    RuntimeError with the same message; on CUDA it is a device-side assertion, as torch's own checks of indices are.
+    Tensors without values (`meta`) pass.
+
+    Args:
+        condition: what must be true everywhere.
+        message: what is wrong otherwise, and what to do.
+        shown: a small tensor to quote in the message where its values can be read.
+
+    Raises:
+        ValueError: the condition is false somewhere, or torch.jit.trace, which would not record the check, is active.
+    """
+    if torch.compiler.is_compiling() or condition.device.type == "cuda":
+        torch._assert_async(condition.all(), message)
+        return
+    if torch._C._get_tracing_state() is not None:
+        raise ValueError(f"{message}; torch.jit.trace cannot record this check, use torch.compile or torch.export")
+    while torch._C._functorch.is_functorch_wrapped_tensor(condition):
+        condition, shown = torch._C._functorch.get_unwrapped(condition), None  # the values of the whole batch
+    if condition.device.type != "meta" and not bool(condition.all()):
+        raise ValueError(message if shown is None or shown.numel() > 16 else f"{message}, got {shown.tolist()}")
 
 
 def known(flag: Tensor) -> bool:
-    """Whether a flag can be read now and for free: not while compiling or under vmap, nor from another device."""
+    """Whether a flag can be read now and for free, for shortcuts that do not change the result.
+
+    Not while compiling, tracing or under torch.func, nor on another device. Use `check_values` for what must hold.
+    """
     return (
         flag.device.type == "cpu"
         and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
         and not torch._C._functorch.is_functorch_wrapped_tensor(flag)
     )
+
+
+def is_recorded() -> bool:
+    """Whether torch.jit.trace, make_fx or another dispatch mode wants to see every operation, which C code hides."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _shapes(tensors: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lln.checks import check_block_size, check_choice, check_inputs, check_scale
 from lln.curves import MATCHINGS, Matching
 from lln.kernels import dispatch, fused, plain
-from lln.masks import read_paddings
+from lln.masks import blank_not_finite, read_paddings
 from lln.moments import SCOPES, Scope, accumulator, autocast_is_on, check_causal_options, match_moments
 
 Kind = Literal["lln", "lln_diag", "block_diagonal", "softmax"]
@@ -193,8 +193,8 @@ def _lln(
     check_choice("scope", scope, SCOPES)
     check_causal_options(is_causal, scope, query_padding_mask)
     keep_query, keep = read_paddings(query, key, key_padding_mask, query_padding_mask)
-    if query.shape[2] == 0 or key.shape[2] == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[3])
+    if is_empty(query, key, value):
+        return empty_attention(query, key, value)
     choice: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size}
     is_fused = dispatch.why_not_fused(query, key, value, alpha=alpha, beta=beta, **choice) is None
     matched: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -217,6 +217,7 @@ def _lln(
         return fused.attention(query, key, value, alpha=query_scale, beta=key_scale, **choice)
     assert query_scale is not None
     assert key_scale is not None
+    query = blank_not_finite(query, keep_query)
     if is_causal:
         batch, heads, _, head_dim = query.shape
         memory = plain.empty_memory(batch, heads, head_dim, value.shape[3], like=query)
@@ -242,12 +243,23 @@ def _block_diagonal(
     check_block_size(block_size)
     check_inputs(query, key, value, same_length="block-diagonal attention")
     _, keep = read_paddings(query, key, key_padding_mask, None)
-    if query.shape[2] == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[3])
+    if is_empty(query, key, value):
+        return empty_attention(query, key, value)
     choice: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size}
     if dispatch.why_not_fused(query, key, value, alpha=None, beta=None, **choice) is None:
         return fused.attention(query, key, value, keep_query=None, keep_key=keep, with_lln=False, **choice)
     return plain.block_diagonal_attention(query, key, value, keep, **choice).to(query.dtype)
+
+
+def is_empty(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether there is nothing to compute: no sample, no query, no key or no value feature."""
+    return 0 in (query.shape[0], query.shape[2], key.shape[2], value.shape[3])
+
+
+def empty_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The output where there is nothing to compute, zeros (B, H, N, Dv), with gradients of zero for all inputs."""
+    zero = sum(x[..., :0].sum() for x in (query, key, value))  # sums of nothing, which also NaN does not reach
+    return query.new_zeros(*query.shape[:3], value.shape[3]) + zero
 
 
 def broadcast_scale(

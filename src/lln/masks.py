@@ -12,7 +12,7 @@ and turns them round on the way in.
 import torch
 from torch import Tensor
 
-from lln.checks import known
+from lln.checks import check_values, known
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -51,9 +51,10 @@ def _wanted(like: Tensor) -> str:  # put into words only when needed: words make
 def _read_lengths(lengths: Tensor, batch: int, tokens: int, name: str) -> Tensor:
     if lengths.shape != (batch,):
         raise ValueError(f"{name} holds {lengths.shape[0]} lengths for a batch of {batch}")
-    fits = ((lengths >= 0) & (lengths <= tokens)).all()
-    if known(fits) and not bool(fits):
-        raise ValueError(f"{name} holds lengths {lengths.tolist()}, which must lie between 0 and {tokens} tokens")
+    fits = (lengths >= 0) & (lengths <= tokens)
+    # Under torch.compile a number in the message would fix the length.
+    limit = "the number of tokens" if torch.compiler.is_compiling() else tokens
+    check_values(fits, f"{name} must hold lengths between 0 and {limit}", lengths)
     return torch.arange(tokens, device=lengths.device) < lengths.long()[:, None]
 
 
@@ -74,6 +75,17 @@ def read_paddings(
 def blank(x: Tensor, keep: Tensor | None, value: float = 0.0) -> Tensor:
     """`x` (B, heads, tokens, features) with `value` in place of the tokens that are not kept."""
     return x if keep is None else x.masked_fill(~keep[:, None, :, None], value)
+
+
+def blank_not_finite(query: Tensor, keep: Tensor | None) -> Tensor:
+    """`query` with zeros in place of padding that holds NaN or infinities, so that 0 times NaN reaches no gradient."""
+    if keep is None:
+        return query
+    x = query.detach()
+    usable = x.amin(dim=-1, keepdim=True).isfinite() & x.amax(dim=-1, keepdim=True).isfinite() | keep[:, None, :, None]
+    if known(everything := usable.all()) and bool(everything):
+        return query  # without a copy
+    return query.masked_fill(~usable, 0.0)
 
 
 def kept_tokens(keep: Tensor | None, like: Tensor) -> Tensor:

@@ -121,7 +121,6 @@ def match_moments(
 
 
 @in_full_precision
-@torch.no_grad()
 def measure_moments(
     query: Tensor,
     key: Tensor,
@@ -143,6 +142,7 @@ def measure_moments(
     check_inputs(query, key, same_length="is_causal=True" if is_causal else None)
     keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
     check_causal_options(is_causal, scope, query_padding_mask)
+    query, key = query.detach(), key.detach()  # torch.no_grad() would make a graph that torch.export cannot load
     if is_causal:
         moments, _ = prefix_moments(query, key, keep_key, empty_sums(query))
         return moments
@@ -193,9 +193,9 @@ def empty_sums(query: Tensor) -> PrefixSums:
 
 
 @in_full_precision
-@torch.no_grad()
 def prefix_moments(query: Tensor, key: Tensor, keep: Tensor | None, past: PrefixSums) -> tuple[Moments, PrefixSums]:
     """Moments (B, H, N) of the past and the tokens up to each one, and what to remember after the last."""
+    query, key = query.detach(), key.detach()
     groups = query.shape[1] // key.shape[1]
     count = past.tokens[:, None] + kept_tokens(keep, query).cumsum(dim=1)
     tokens = count.clamp(min=1)[:, None, :, None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from lln.checks import check_block_size, check_choice, check_scale, known
+from lln.checks import check_block_size, check_choice, check_scale, check_values
 from lln.curves import MATCHINGS, Matching
 from lln.functional import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.moments import SCOPES, Moments, Scope, measure_moments
@@ -112,6 +112,8 @@ class LLNAttention(nn.Module):
         """
         if self.statistics == "live" or (self.alpha is not None and self.beta is not None):
             return self.alpha, self.beta
+        if self.training and query.numel() == 0:
+            return self.alpha, self.beta  # nothing to measure
         if self.training:
             moments = measure_moments(
                 query,
@@ -126,7 +128,6 @@ class LLNAttention(nn.Module):
         alpha, beta = moments.scales(head_dim=self.head_dim, matching=self.matching)
         return (alpha if self.alpha is None else self.alpha), (beta if self.beta is None else self.beta)
 
-    @torch.no_grad()
     def _track(self, moments: Moments) -> None:
         weight = torch.where(self.num_batches_tracked == 0, 1.0, self.momentum)
         real = (moments.num_keys > 0).expand_as(moments.sigma_q)  # a sample without kept tokens says nothing
@@ -427,9 +428,10 @@ def _keep_from_torch(name: str, mask: Tensor | None, tokens: Tensor) -> Tensor |
     if mask.dtype is torch.bool:
         return ~mask
     keep = mask == 0
-    plain = (keep | (mask == -torch.inf)).all()
-    if known(plain) and not bool(plain):
-        raise ValueError(f"a float {name} must be 0 for keep and -inf for ignore; a score bias cannot be honoured")
+    check_values(
+        keep | (mask == -torch.inf),
+        f"a float {name} must be 0 for keep and -inf for ignore; a score bias cannot be honoured",
+    )
     return keep
 
 
@@ -442,10 +444,10 @@ def _is_causal_mask(mask: Tensor | None, queries: int, keys: int) -> bool:
     )
     if mask.shape != (queries, keys):
         raise ValueError(f"{remedy}; got attn_mask {tuple(mask.shape)} for {queries} queries and {keys} keys")
+    if mask.device.type == "meta":  # its values decide what is computed, so nothing may be assumed about them
+        raise ValueError(f"{remedy}; an attn_mask on the meta device has no values to check")
     future = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1)
     ignored = mask if mask.dtype is torch.bool else mask == -torch.inf
     rest_is_zero = True if mask.dtype is torch.bool else (mask == 0) | ignored
-    causal = ((ignored == future) & rest_is_zero).all()
-    if known(causal) and not bool(causal):
-        raise ValueError(f"{remedy}; this attn_mask {tuple(mask.shape)} is another one")
+    check_values((ignored == future) & rest_is_zero, f"{remedy}; this attn_mask is another one")
     return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from lln.checks import check_block_size, check_choice, check_inputs, check_scale, known
+from lln.checks import check_block_size, check_choice, check_inputs, check_scale, check_values, is_recorded
 from lln.curves import MATCHINGS, Matching
 from lln.functional import broadcast_scale
 from lln.kernels import plain
@@ -37,6 +37,14 @@ class LLNState:
     recent_key: Tensor | None = None  # (B, H_k, C, D) the last tokens, newest last: LLN+Diag only
     recent_value: Tensor | None = None  # (B, H_k, C, V)
     matching: Matching = "variance"
+
+    def __post_init__(self) -> None:
+        """Every tensor owns its memory: a view would keep all that it was cut from, and cannot be saved."""
+        owners: set[int] = set()
+        for field in fields(self):
+            x = getattr(self, field.name)
+            if isinstance(x, Tensor) and not _is_owner(x, owners):
+                object.__setattr__(self, field.name, x.clone(memory_format=torch.contiguous_format))
 
     @classmethod
     def empty(
@@ -166,9 +174,8 @@ class LLNState:
         mine, theirs = self.to_dict(), later.to_dict()
         if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
             raise ValueError(f"states of different shape cannot be merged: {_describe(mine)} and {_describe(theirs)}")
-        same = (mine["alpha"] == theirs["alpha"]).all() & (mine["beta"] == theirs["beta"]).all()
-        if known(same) and not bool(same):
-            raise ValueError("states with different alpha or beta cannot be merged; give both the same")
+        same = (mine["alpha"] == theirs["alpha"]) & (mine["beta"] == theirs["beta"])
+        check_values(same, "states with different alpha or beta cannot be merged; give both the same")
         memory = plain.merge(plain.Memory(self.mass, self.values), plain.Memory(later.mass, later.values))
         recent_key, recent_value = self.recent_key, self.recent_value
         if recent_key is not None and recent_value is not None:
@@ -241,7 +248,8 @@ class LLNState:
         )
         scores = (query.to(dtype) * query.shape[3] ** -0.5) @ k.mT
         outside = ~_filled(self.count % size + 1, size)[:, None, None, :]
-        return torch.softmax(scores.masked_fill(outside, plain.absent(dtype)), dim=-1) @ v
+        weights = torch.softmax(scores.masked_fill(outside, plain.absent(dtype)), dim=-1)
+        return weights @ v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         check_inputs(query, key, value, same_length="LLNState")
@@ -260,6 +268,16 @@ class LLNState:
                 raise TypeError(f"the state is for {self.recent_key.dtype} tokens, got {key.dtype}; see dtype=")
         elif accumulator(key.dtype) != self.mass.dtype:
             raise TypeError(f"the state sums in {self.mass.dtype}, which does not fit {key.dtype} tokens; see dtype=")
+
+
+def _is_owner(x: Tensor, others: set[int]) -> bool:
+    """Whether a tensor has all of its memory to itself; `others` are the addresses of those seen so far."""
+    if torch.compiler.is_compiling() or is_recorded() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False  # there are no addresses to compare
+    storage = x.untyped_storage()
+    is_alone = storage.data_ptr() not in others or storage.nbytes() == 0
+    others.add(storage.data_ptr())
+    return is_alone and x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size()
 
 
 def _filled(count: Tensor, size: int) -> Tensor:

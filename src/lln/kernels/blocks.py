@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from lln.checks import known
 from lln.kernels.memory import absent, repeat_heads, sum_groups
 from lln.kernels.recompute import Attention, Inputs, Tensors
 from lln.masks import blank, front_order, kept_tokens, take_tokens
@@ -55,7 +56,8 @@ def _traced(
     q, k, v = _in_accumulator(query, key, value, keep)
     q, k, v = (cut_blocks(x, block_size) for x in (q, k, v))
     allowed = cut_blocks(kept_tokens(keep, query)[:, None, :, None], block_size).mT  # (B, 1, n, 1, C)
-    output = join_blocks(_weights(q, k, allowed, is_causal) @ v, tokens)
+    weights = _weights(q, k, allowed, is_causal)
+    output = join_blocks(_mix_past(weights, v) if is_causal else weights @ v, tokens)
     if order is None or keep is None:
         return (output,)
     return (take_tokens(blank(output, keep), order.argsort(dim=1)),)
@@ -70,6 +72,20 @@ def _weights(q: Tensor, k: Tensor, allowed: Tensor | None, is_causal: bool) -> T
     if allowed is not None:
         scores = scores.masked_fill(~allowed, absent(scores.dtype))
     return torch.softmax(scores, dim=-1)
+
+
+def _mix_past(weights: Tensor, v: Tensor) -> Tensor:
+    """The values v (..., C, V) weighed by a lower triangle (..., C, C), without NaN or infinities in earlier rows.
+
+    In a plain product they would: a later value weighs 0, yet 0 times NaN is NaN.
+    """
+    finite = v.detach().isfinite()
+    return weights @ v.where(finite, 0.0) + _running_odd(v, finite)
+
+
+def _running_odd(v: Tensor, finite: Tensor) -> Tensor:
+    """The sum of the values up to each row that are not finite, 0 where there is none."""
+    return v.detach().where(~finite, 0.0).cumsum(dim=-2)
 
 
 def _in_accumulator(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,7 +138,13 @@ def _forward(
             mask = mask[:, None, :, None].expand(-1, q.shape[1], -1, -1).reshape(q.shape[0], -1, size, 1).mT
         shape = q.shape[:3]
         q, k, v = (x.reshape(x.shape[0], -1, size, x.shape[3]) for x in (q, k, v))
-        part.write(output, scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal).view(*shape, -1))
+        odd = None
+        if is_causal:
+            finite = v.isfinite()
+            if not (known(every := finite.all()) and bool(every)):
+                v, odd = v.where(finite, 0.0), _running_odd(v, finite)
+        mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
+        part.write(output, (mixed if odd is None else mixed + odd).view(*shape, -1))
     return (output,), ()
 
 

@@ -25,6 +25,7 @@ from lln.kernels.memory import (
     absent,
     add_scale_gradient,
     collect,
+    may_overwrite,
     minus_infinity,
     repeat_heads,
     scaled_queries,
@@ -94,7 +95,7 @@ class _Factors:
     """f, e and the decay (B, H, n, C / size, D) of blocks of some size, at first of one token."""
 
     def __init__(self, a: Tensor, b: Tensor, memory: Memory) -> None:
-        self.in_place = not any(x.requires_grad for x in (a, b, *memory))
+        self.in_place = may_overwrite(a, b, *memory)
         size = _chunk(a)
         a, b = cut_blocks(a, size), cut_blocks(b, size, absent(b.dtype))
         # The largest b up to each token, and before each chunk (and after the last).
@@ -216,7 +217,7 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
 def _add_right(x: Tensor, half: int, gained: Tensor) -> Tensor:
     """`x` with `gained` added to the right halves of its blocks."""
     left, right = _halves(x, half)
-    if x.requires_grad or gained.requires_grad:
+    if not may_overwrite(x, gained):
         return torch.stack((left, right + gained), dim=4).flatten(3, 5)
     right += gained
     return x

@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from lln.checks import is_recorded
 from lln.kernels.build import BuildError, load
 from lln.kernels.ops import TYPES
 
@@ -65,6 +66,8 @@ def why_not_fused(
             return "a tensor is of a class of its own"
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "torch.func is transforming it"
+        if is_recorded():
+            return "a tracer or dispatch mode is recording the operations of torch"
         if torch.autograd.forward_ad._current_level >= 0:
             return "forward-mode differentiation is on"
     elif is_exporting():

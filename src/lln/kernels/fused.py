@@ -12,6 +12,8 @@ from torch.autograd.function import FunctionCtx
 
 from lln.curves import Matching
 from lln.kernels import ops, plain
+from lln.kernels.recompute import is_transformed
+from lln.masks import blank_not_finite
 
 
 class Settings(NamedTuple):
@@ -71,17 +73,18 @@ class _Attention(torch.autograd.Function):
         if beta is not None:
             kept[1] = beta
         ctx.settings = settings
-        ctx.save_for_backward(query, key, value, keep_key, *kept)
+        ctx.save_for_backward(query, key, value, keep_query, keep_key, *kept)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, keep, alpha, beta, mass, values = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        query, key, value, keep_query, keep_key, alpha, beta, mass, values = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_transformed(grad):
             return (*_plain_gradients(ctx, grad), None, None, None, None)
         of_scales = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         settings = cast(Settings, ctx.settings)
-        grads = ops.backward(grad, query, key, value, keep, alpha, beta, mass, values, *settings, of_scales)
+        tensors = (grad, query, key, value, keep_query, keep_key, alpha, beta, mass, values)
+        grads = ops.backward(*tensors, *settings, of_scales)
         grad_alpha, grad_beta = (
             x.sum_to_size(scale.shape) if needed else None
             for x, scale, needed in zip(grads[3:], (alpha, beta), ctx.needs_input_grad[3:5], strict=True)
@@ -90,9 +93,29 @@ class _Attention(torch.autograd.Function):
 
 
 def _plain_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the plain formula, which can be differentiated again."""
-    query, key, value, keep, alpha, beta, _, _ = ctx.saved_tensors
-    with_lln, block_size, is_causal = ctx.settings
+    """Gradients of the plain formula, which can be differentiated again, and batched (`is_grads_batched`)."""
+    query, key, value, keep_query, keep, alpha, beta, _, _ = ctx.saved_tensors
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        output = _plain_attention(query, key, value, keep_query, keep, alpha, beta, ctx.settings)
+        inputs = (query, key, value, alpha, beta)
+        wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
+        found = iter(torch.autograd.grad(output, wanted, grad, create_graph=create_graph))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:5])
+
+
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep_query: Tensor | None,
+    keep: Tensor | None,
+    alpha: Tensor,
+    beta: Tensor,
+    settings: Settings,
+) -> Tensor:
+    with_lln, block_size, is_causal = settings
+    query = blank_not_finite(query, keep_query)
     parts = []
     if with_lln and is_causal:
         batch, heads, _, width = query.shape
@@ -104,11 +127,7 @@ def _plain_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         parts.append(
             plain.block_diagonal_attention(query, key, value, keep, block_size=block_size, is_causal=is_causal)
         )
-    output = (parts[0] if len(parts) == 1 else (parts[0] + parts[1]) / 2).to(query.dtype)
-    inputs = (query, key, value, alpha, beta)
-    wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-    found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
-    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:5])
+    return (parts[0] if len(parts) == 1 else (parts[0] + parts[1]) / 2).to(query.dtype)
 
 
 @torch.library.custom_op("lln::fused_forward", mutates_args=(), device_types="cpu")
@@ -157,22 +176,22 @@ backward_op = torch.library.custom_op("lln::fused_backward", ops.backward, mutat
 
 @backward_op.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, keep_key: Tensor | None, *rest: Any
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, keep_key: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return ops.make_gradients(query, key, value, keep_key, rest[-1])
 
 
 def _keep_for_backward(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, _, keep_key, alpha, beta, with_lln, block_size, is_causal, _ = inputs
-    ctx.save_for_backward(query, key, value, keep_key, *output[1:])
+    query, key, value, keep_query, keep_key, alpha, beta, with_lln, block_size, is_causal, _ = inputs
+    ctx.save_for_backward(query, key, value, keep_query, keep_key, *output[1:])
     ctx.settings = with_lln, block_size, is_causal  # type: ignore[attr-defined]
     ctx.scales = tuple(None if x is None else x.shape for x in (alpha, beta))  # type: ignore[attr-defined]
 
 
 def _backward_of_op(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, keep_key, alpha, beta, mass, values = ctx.saved_tensors
+    *tensors, alpha, beta, mass, values = ctx.saved_tensors
     wanted = [shape is not None and needed for shape, needed in zip(ctx.scales, ctx.needs_input_grad[5:7], strict=True)]
-    grads = backward_op(grad, query, key, value, keep_key, alpha, beta, mass, values, *ctx.settings, any(wanted))
+    grads = backward_op(grad, *tensors, alpha, beta, mass, values, *ctx.settings, any(wanted))
     of_scales = (
         x.sum_to_size(shape) if needed else None for x, shape, needed in zip(grads[3:], ctx.scales, wanted, strict=True)
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lln.checks import is_recorded
 from lln.masks import blank
 from lln.moments import accumulator, chunks, cut, piece_tokens, pieces
 
@@ -55,7 +56,7 @@ def remember(key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, *, h
         highest, lowest = (extreme(b.detach(), dim=2, keepdim=True) for extreme in (torch.amax, torch.amin))
         if found is not None:
             highest, lowest = torch.maximum(highest, found[0]), torch.minimum(lowest, found[1])
-        weights = (b - highest).exp() if b.requires_grad else b.sub_(highest).exp_()
+        weights = b.sub_(highest).exp_() if may_overwrite(b) else (b - highest).exp()
         total, sums = weights.sum(dim=2, keepdim=True), weights.mT @ v
         if found is not None:
             fade = (found[0] - highest).exp()
@@ -109,6 +110,11 @@ def minus_infinity(x: Tensor, dim: int) -> Tensor:
     return x.detach().amin(dim=dim, keepdim=True) * 0
 
 
+def may_overwrite(*tensors: Tensor) -> bool:
+    """Whether results may replace these tensors: they are not differentiated, and no tracer compares two graphs."""
+    return not is_recorded() and not any(x.requires_grad for x in tensors)
+
+
 def repeat_heads(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
@@ -132,7 +138,7 @@ def collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
     first = next(parts)
     if first.shape[2] == query.shape[2]:
         return first
-    if first.requires_grad:
+    if not may_overwrite(first):
         return torch.cat((first, *parts), dim=2)
     output = first.new_empty(*query.shape[:3], width)
     end = 0

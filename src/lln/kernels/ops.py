@@ -69,7 +69,7 @@ def forward(
     is_causal: bool,
     matching: Matching,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, alpha, beta, and the log-mass (B, H, D) and mean values (B, H, D, V) of all keys.
+    """The output, alpha, beta, and what the backward pass needs of all keys: `mass` and `values` of job.h.
 
     `block_size` 0 is LLN attention; otherwise the mean of LLN and the attention inside blocks, or the latter alone.
     """
@@ -98,6 +98,7 @@ def backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    keep_query: Tensor | None,
     keep_key: Tensor | None,
     alpha: Tensor,
     beta: Tensor,
@@ -117,7 +118,7 @@ def backward(
         key,
         value,
         grad,
-        None,
+        keep_query,
         keep_key,
         [alpha, beta],
         (mass, values),
@@ -138,10 +139,7 @@ def make_room(
     """
     batch, heads, tokens, width = query.shape
     value_width = value.shape[3]
-    if query.stride(1) < query.stride(2):
-        output = query.new_empty(batch, tokens, heads, value_width).transpose(1, 2)
-    else:
-        output = query.new_empty(batch, heads, tokens, value_width)
+    output = _new_rows(query, value_width)
     floats = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     matched = (batch, heads, tokens if is_causal else 1) if with_lln else (0,)
     kept = width if with_lln and not is_causal else 0
@@ -149,7 +147,7 @@ def make_room(
         output,
         floats(matched) if alpha is None else alpha,
         floats(matched) if beta is None else beta,
-        floats(batch, heads, kept),
+        floats(batch, heads, 2, kept),
         floats(batch, heads, kept, value_width),
     )
 
@@ -158,11 +156,26 @@ def make_gradients(
     query: Tensor, key: Tensor, value: Tensor, keep_key: Tensor | None, grad_scales: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tensors for what `backward` returns: zeros where padding gets no gradient, else empty."""
-    make = torch.empty_like if keep_key is None else torch.zeros_like
+    grads = [_new_rows(x, x.shape[3]) for x in (query, key, value)]
+    if keep_key is not None:
+        for grad in grads:
+            grad.zero_()
     batch, heads, tokens, _ = query.shape
     shapes = ((batch, heads, n) if grad_scales else (0,) for n in (tokens, key.shape[2]))
     grad_alpha, grad_beta = (query.new_zeros(shape, dtype=torch.float32) for shape in shapes)
-    return make(query), make(key), make(value), grad_alpha, grad_beta
+    return grads[0], grads[1], grads[2], grad_alpha, grad_beta
+
+
+def _new_rows(like: Tensor, width: int) -> Tensor:
+    """An empty (B, heads, tokens, width) tensor as the C code writes it, whatever the strides of `like`.
+
+    Rows of features are contiguous and do not overlap; heads and tokens follow each other as they do in `like`, so that
+    whoever splits or joins heads needs no copy.
+    """
+    batch, heads, tokens, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return like.new_empty(batch, tokens, heads, width).transpose(1, 2)
+    return like.new_empty(batch, heads, tokens, width)
 
 
 def _run(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from lln.checks import is_recorded
+
 Tensors = tuple[Tensor, ...]
 Inputs = Sequence[Any]  # tensors, or None where an optional one was left out
 
@@ -29,7 +31,7 @@ class Attention:
 
     def __call__(self, *inputs: Tensor | None) -> Tensors:
         given = [x for x in inputs if x is not None]
-        if torch.compiler.is_compiling() or any(_is_transformed(x) for x in given):
+        if torch.compiler.is_compiling() or is_recorded() or any(is_transformed(x) for x in given):
             return self.traced(*inputs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in given):
             outputs: Tensors = _Recomputed.apply(self, *inputs)  # type: ignore[no-untyped-call]
@@ -37,7 +39,7 @@ class Attention:
         return self.forward(*inputs)[0]
 
 
-def _is_transformed(x: Tensor) -> bool:
+def is_transformed(x: Tensor) -> bool:
     """Whether torch.func is at work on a tensor, a batch of gradients, or a forward-mode derivative."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x):
         return True
@@ -58,7 +60,7 @@ class _Recomputed(torch.autograd.Function):
         inputs, others = saved[: ctx.number], saved[ctx.number :]
         wanted = ctx.needs_input_grad[1:]
         again = torch.is_grad_enabled()  # whether the gradients will be differentiated
-        if not again and not any(_is_transformed(x) for x in gradients):
+        if not again and not any(is_transformed(x) for x in gradients):
             return None, *ctx.attention.backward(inputs, others, gradients, wanted)
         with torch.enable_grad():
             outputs = ctx.attention.traced(*inputs)

@@ -24,6 +24,7 @@ typedef struct {
     float *most, *fade;                 /* (D): the largest beta k up to its end, and exp(most before - most) */
     int fades;                          /* whether any `fade` is not 1 */
     Rows query, key, value;
+    uint8_t blanked[TILE]; /* which queries count as zeros */
     float *query_spare, *key_spare, *value_spare;
 } Causal;
 
@@ -52,12 +53,6 @@ INLINE int exceeds(const float *row, const float *limit, float reach, long vecto
     int any = 0;
     for (int j = 0; j < LANES; j++) any |= above[j];
     return any;
-}
-
-INLINE int not_finite(const float *row, long vector) {
-    vf shows = same(0.f);
-    for (long i = 0; i < vector; i += LANES) shows += load(row + i) * 0.f;
-    return !(total_of(shows) == 0.f);
 }
 
 /* Read the keys of the tile from `start` on, up to `end` if it is `known` to be a tile and else as many as fit, and
@@ -127,6 +122,7 @@ static void causal_tile(const Plan *plan, long b, long h, long start, long end, 
     long rows = t->rows;
     t->query = view(job->type, head_of(&job->query, job->type, b, h), job->query.token, NULL, start, rows, D,
                     t->query_spare);
+    t->query = without_odd_padding(job, job->keep_key, b, NULL, start, rows, t->query, t->query_spare, t->blanked);
     for (long r = 0; r < rows; r++) {
         float *phi = t->phi + r * row, alpha = scale_of(&job->alpha, b, h, start + r), sum;
         weigh_queries(1, (int)(vector / LANES), &alpha, t->most, t->query.data + r * t->query.row, 0, phi, 0, &sum);
@@ -369,7 +365,7 @@ static void causal_queries_backward(const Plan *plan, long b, long h, long first
             for (long i = 0; i < vector; i += LANES) {
                 vf grad = load(t.phi + r * row + i) * load(grad_phi + r * row + i);
                 with_query += grad * load(q + i);
-                store(to.data + r * to.row + i, grad * alpha);
+                store(to.data + r * to.row + i, t.blanked[r] ? same(0.f) : grad * alpha);
             }
             if (job->grad_alpha) job->grad_alpha[(b * job->heads + h) * job->queries + start + r] =
                     total_of(with_query);

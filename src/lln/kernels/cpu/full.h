@@ -43,14 +43,35 @@ static void weigh_keys(long rows, long vector, float beta, const float *most, Ro
     }
 }
 
-/* B = exp(beta k - mass), the shares of all keys that these have. */
-static void share_keys(long rows, long vector, float beta, const float *mass, Rows keys, float *tile, long row) {
+/* B = exp(beta (k - most) - log_sum), the shares of all keys that these have: measured from the largest key as in
+   `weigh_keys`, because beta k - L loses what the rounding of a large L takes away. */
+static void share_keys(long rows, long vector, float beta, const float *most, const float *log_sum, Rows keys,
+                       float *tile, long row) {
     for (long r = 0; r < rows; r++)
         for (long i = 0; i < vector; i += LANES) {
-            vf b = load(keys.data + r * keys.row + i) * beta - load(mass + i);
-            /* at most 0 but for rounding, which entries of 1e30 make large */
-            store(tile + r * row + i, exponential(smaller(b, same(0.1f))));
+            vf b = (load(keys.data + r * keys.row + i) - load(most + i)) * beta - load(log_sum + i);
+            store(tile + r * row + i, exponential(b));
         }
+}
+
+/* Queries of padding that are not finite count as zeros, so that 0 times NaN reaches no gradient: the tile as it is, or
+   a copy of it in `spare` without them. `blanked` tells which rows those are. */
+static Rows without_odd_padding(const Job *job, const uint8_t *keep, long b, const int32_t *order, long first,
+                                long count, Rows queries, float *spare, uint8_t *blanked) {
+    if (blanked) memset(blanked, 0, count);
+    if (!keep) return queries;
+    long row = row_of(job->width), vector = padded(job->width);
+    for (long r = 0; r < count; r++) {
+        if (keep[b * job->queries + token_at(order, first + r)] || !not_finite(queries.data + r * queries.row, vector))
+            continue;
+        if (queries.data != spare) {
+            for (long i = 0; i < count; i++) memcpy(spare + i * row, queries.data + i * queries.row, vector * sizeof(float));
+            queries = (Rows){spare, row};
+        }
+        memset(spare + r * row, 0, vector * sizeof(float));
+        if (blanked) blanked[r] = 1;
+    }
+    return queries;
 }
 
 /* The memory of the keys at places first ... end. */
@@ -75,23 +96,25 @@ static void remember(const Plan *plan, long b, long h, long first, long end, Mem
     }
 }
 
-/* Hand over the log-mass L and the mean values S of a head. */
+/* Hand over what makes the log-mass L and the mean values S of a head. */
 static void keep_memory(const Job *job, long b, long h, long count, Memory memory) {
-    float *mass = job->mass + (b * job->heads + h) * job->width,
-            *values = job->values + (b * job->heads + h) * job->width * job->value_width;
-    float beta = scale_of(&job->beta, b, h, 0);
+    float *most = job->mass + (b * job->heads + h) * 2 * job->width, *log_sum = most + job->width,
+          *values = job->values + (b * job->heads + h) * job->width * job->value_width;
     for (long i = 0; i < job->width; i++) {
         float share = count ? 1.f / memory.mass[i] : 0.f;
         const float *from = memory.values + i * row_of(job->value_width);
-        mass[i] = count ? memory.most[i] * beta + logf(memory.mass[i]) : ABSENT;
+        most[i] = count ? memory.most[i] : 0.f;
+        log_sum[i] = count ? logf(memory.mass[i]) : ABSENT;
         for (long j = 0; j < job->value_width; j++) values[i * job->value_width + j] = from[j] * share;
     }
 }
 
 /* L of a head, filled up so that features beyond the last get no weight. */
 static float *read_mass(const Job *job, long b, long h, Scratch *scratch) {
-    float *mass = take_filled(scratch, padded(job->width), ABSENT);
-    memcpy(mass, job->mass + (b * job->heads + h) * job->width, job->width * sizeof(float));
+    float *mass = take_filled(scratch, padded(job->width), ABSENT), beta = scale_of(&job->beta, b, h, 0);
+    const float *most = job->mass + (b * job->heads + h) * 2 * job->width, *log_sum = most + job->width;
+    for (long i = 0; i < job->width; i++)
+        if (log_sum[i] != ABSENT) mass[i] = most[i] * beta + log_sum[i];
     return mass;
 }
 
@@ -188,6 +211,7 @@ static void recall(const Plan *plan, long b, long h, long first, long end, Scrat
         for (long from = start; from < stop; from += TILE) {
             long rows = at_most(TILE, stop - from), inside = at_most(rows, at_least(in_blocks - from, 0));
             Rows q = view(type, head_of(&job->query, type, b, h), job->query.token, order, from, rows, D, queries);
+            q = without_odd_padding(job, job->keep_query, b, order, from, rows, q, queries, NULL);
             Rows out = room(type, head_of(&job->output, type, b, h), job->output.token, order, from, V, output);
             if (inside)
                 near_attend(plan, b, h, from, from + inside, q, weight, out, &near, scratch);
@@ -220,11 +244,13 @@ static void recall_backward(const Plan *plan, long b, long h, long first, long e
     float *values_T = take(&scratch, V * q_row);
     float *queries = take(&scratch, TILE * q_row), *shares = take(&scratch, TILE * q_row);
     float *grads = take(&scratch, TILE * v_row), *grad_shares = take(&scratch, TILE * q_row);
+    uint8_t blanked[TILE];
     transpose(D, V, vector, values, v_row, values_T, q_row);
     memset(handed, 0, handed_floats(job) * sizeof(float));
     for (long start = first; start < end; start += TILE) {
         long rows = at_most(TILE, end - start);
         Rows q = view(type, head_of(&job->query, type, b, h), job->query.token, NULL, start, rows, D, queries);
+        q = without_odd_padding(job, job->keep_query, b, NULL, start, rows, q, queries, blanked);
         Rows g = view(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, NULL, start, rows, V,
                       grads);
         Rows to = room(type, head_of(&job->grad_query, type, b, h), job->grad_query.token, NULL, start, D, grad_shares);
@@ -240,7 +266,7 @@ static void recall_backward(const Plan *plan, long b, long h, long first, long e
                 vf grad = load(s + i) * (load(d + i) - mean);
                 store(grad_mass + i, load(grad_mass + i) + grad);
                 with_query += grad * load(q.data + r * q.row + i);
-                store(to.data + r * to.row + i, grad * alpha);
+                store(to.data + r * to.row + i, blanked[r] ? same(0.f) : grad * alpha);
             }
             if (job->grad_alpha) job->grad_alpha[(b * job->heads + h) * job->queries + start + r] =
                     total_of(with_query);
@@ -261,6 +287,7 @@ static void remember_backward(const Plan *plan, long b, long key_head, long firs
     float *values = take(&scratch, TILE * v_row), *grad_shares = take(&scratch, TILE * k_row);
     float *grad_keys = take(&scratch, TILE * k_row), *grad_values = take(&scratch, TILE * v_row);
     float *constant = take(&scratch, vector), *grads_T = take(&scratch, V * k_row);
+    float *most = take(&scratch, vector), *log_sum = take(&scratch, vector);
     Scratch rest = scratch;
     for (long start = first; start < end; start += TILE) {
         long rows = at_most(TILE, end - start);
@@ -273,10 +300,12 @@ static void remember_backward(const Plan *plan, long b, long key_head, long firs
         for (long g = 0; g < groups; g++) {
             long h = key_head * groups + g;
             const float *grad_mass = handed + g * handed_floats(job), *grad_memory = grad_mass + vector;
-            float beta = scale_of(&job->beta, b, h, 0), *mass = rest.next;
+            float beta = scale_of(&job->beta, b, h, 0);
             if (groups > 1 || start == first) {
                 scratch = rest;
-                mass = read_mass(job, b, h, &scratch);
+                const float *largest = job->mass + (b * job->heads + h) * 2 * D;
+                memcpy(most, largest, D * sizeof(float));
+                memcpy(log_sum, largest + D, D * sizeof(float));
                 float *memory = read_values(job, b, h, &scratch);
                 for (long i = 0; i < D; i++) {
                     vf sum = same(0.f);
@@ -284,10 +313,10 @@ static void remember_backward(const Plan *plan, long b, long key_head, long firs
                         sum += load(memory + i * v_row + j) * load(grad_memory + i * v_row + j);
                     constant[i] = grad_mass[i] - total_of(sum);
                 }
-                for (long i = D; i < vector; i++) constant[i] = mass[i] = 0.f;
+                for (long i = D; i < vector; i++) constant[i] = most[i] = log_sum[i] = 0.f;
                 transpose(D, V, vector, grad_memory, v_row, grads_T, k_row);
             }
-            share_keys(rows, vector, beta, mass, k, shares, k_row);
+            share_keys(rows, vector, beta, most, log_sum, k, shares, k_row);
             multiply(rows, vector, V, v.data, v.row, grads_T, k_row, grad_shares, k_row, 0);
             multiply(rows, padded(V), D, shares, k_row, grad_memory, v_row, to_v.data, to_v.row, g > 0);
             for (long r = 0; r < rows; r++) {

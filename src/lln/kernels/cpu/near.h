@@ -11,6 +11,8 @@ typedef struct {
     long stop; /* the place after its last token; 0: none yet */
     float *keys_T, *weights, *spare;
     Rows values;
+    uint8_t *odd; /* causal: which values are not finite */
+    int any_odd;
 } Near;
 
 INLINE long near_size(const Job *job) { return at_most(job->block_size, job->keys); }
@@ -22,6 +24,7 @@ static Near near_begin(const Job *job, Scratch *scratch) {
     near.keys_T = take(scratch, job->width * row);
     near.spare = take(scratch, near_size(job) * row_of(job->value_width));
     near.weights = take(scratch, TILE * row);
+    near.odd = (uint8_t *)take(scratch, near_size(job) / (long)sizeof(float) + 1);
     return near;
 }
 
@@ -62,12 +65,18 @@ static void near_attend(const Plan *plan, long b, long h, long first, long end, 
             transpose(keys, job->width, padded(keys), k.data, k.row, near->keys_T, row);
             near->values = view(job->type, head_of(&job->value, job->type, b, group), job->value.token, order, start,
                                 keys, job->value_width, near->spare);
+            near->any_odd = 0;
+            for (long j = 0; job->is_causal && j < keys; j++)
+                near->any_odd |= near->odd[j] = not_finite(near->values.data + j * near->values.row, padded(job->value_width));
             near->stop = stop;
         }
+        if (near->any_odd) /* a later value weighs 0, yet 0 times NaN is NaN: go no further than the next one */
+            for (long r = 1; r < rows; r++)
+                if (near->odd[first - start + r]) rows = r;
         multiply(rows, padded(keys), job->width, queries.data, queries.row, near->keys_T, row, near->weights, row, 0);
-        long seen = job->is_causal ? first - start + 1 : keys;
+        long seen = job->is_causal ? first - start + 1 : keys, depth = job->is_causal ? seen + rows - 1 : keys;
         near_softmax(rows, keys, seen, job->is_causal, 1.f / sqrtf(job->width), weight, near->weights, row);
-        multiply(rows, padded(job->value_width), keys, near->weights, row, near->values.data, near->values.row,
+        multiply(rows, padded(job->value_width), depth, near->weights, row, near->values.data, near->values.row,
                  output.data, output.row, 0);
         first += rows;
         queries.data += rows * queries.row;

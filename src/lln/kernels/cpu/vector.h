@@ -59,6 +59,13 @@ INLINE float total_of(vf x) {
 }
 #endif
 
+/* Whether any of `vector` floats, a multiple of LANES, is NaN or infinite. */
+INLINE int not_finite(const float *row, long vector) {
+    vf shows = same(0.f);
+    for (long i = 0; i < vector; i += LANES) shows += load(row + i) * 0.f;
+    return !(total_of(shows) == 0.f);
+}
+
 /* exp(x) for x up to 88; 0 below -87, NaN for NaN. The relative error is 1e-7, and 2e-9 |x| where that is more: what is
    so far below the largest term weighs nothing. The polynomial is the best one for exp between -log(2)/2 and log(2)/2.
    */
