@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint sanitize format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -26,6 +26,9 @@ lint: $(READY)  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+sanitize: $(READY)  ## run the C code under the address and undefined-behaviour sanitizers of gcc
+	$(BIN)/python tests/sanitize/run.py
 
 format: $(READY)  ## put the code into the format that lint asks for
 	$(BIN)/ruff format .

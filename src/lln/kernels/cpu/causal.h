@@ -291,13 +291,13 @@ typedef struct {
 
 /* Room for tiles of one token; what is not used stays untouched and costs nothing. */
 INLINE long history_floats(const Job *job, long chunks) {
-    return 2 * (job->keys + 2 * chunks) + job->keys * (padded(job->width) + 2);
+    return apart(2 * (job->keys + 2 * chunks)) + 2 * apart(job->keys) + job->keys * padded(job->width);
 }
 
 INLINE History history_at(float *room, const Job *job, long first, long chunk, long chunks) {
     int64_t *tiles = (int64_t *)room + first + 2 * chunk;
-    float *tokens = room + 2 * (job->keys + 2 * chunks);
-    return (History){tokens, tokens + job->keys, tiles, tiles + 1, tokens + 2 * job->keys + first * padded(job->width)};
+    float *inverse = behind(room, 1, 2 * (job->keys + 2 * chunks)), *mean = behind(inverse, 1, job->keys);
+    return (History){inverse, mean, tiles, tiles + 1, behind(mean, 1, job->keys) + first * padded(job->width)};
 }
 
 /* Gradients of the pair weights of a tile: grads (value)ᵀ, less its mean, over the sum of weights; lower triangle. */
@@ -508,12 +508,12 @@ static void causal_hand_on(const Job *job, Memory before, Memory before_next, Me
 static int causal_backward(const Plan *plan, long b, long key_head, Scratch scratch) {
     const Job *job = plan->job;
     long groups = job->heads / job->key_heads;
-    float *room = malloc((history_floats(job, 1) + key_gradients_floats(job)) * sizeof(float));
+    float *room = malloc((apart(history_floats(job, 1)) + key_gradients_floats(job)) * sizeof(float));
     if (!room) return 1;
     Memory nothing = memory_at(take(&scratch, memory_floats(job)), job);
     forget(job, nothing);
     History past = history_at(room, job, 0, 0, 1);
-    KeyGradients sums = key_gradients(job, b, key_head, room + history_floats(job, 1));
+    KeyGradients sums = key_gradients(job, b, key_head, behind(room, 1, history_floats(job, 1)));
     for (long g = 0; g < groups; g++) {
         long h = key_head * groups + g;
         causal_queries_backward(plan, b, h, 0, job->keys, nothing, NULL, past, scratch);

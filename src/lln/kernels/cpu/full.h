@@ -299,7 +299,7 @@ static void remember_backward(const Plan *plan, long b, long key_head, long firs
                          grad_values);
         for (long g = 0; g < groups; g++) {
             long h = key_head * groups + g;
-            const float *grad_mass = handed + g * handed_floats(job), *grad_memory = grad_mass + vector;
+            const float *grad_mass = handed + g * apart(handed_floats(job)), *grad_memory = grad_mass + vector;
             float beta = scale_of(&job->beta, b, h, 0);
             if (groups > 1 || start == first) {
                 scratch = rest;

@@ -79,10 +79,12 @@ static void whole_heads(Plan *plan, long thread, long threads, Scratch *scratch)
 static void together(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
     long B = job->batch, H = job->heads, Hk = job->key_heads, C = plan->chunks;
-    long each = moments_floats(job->width), memories = memory_floats(job);
-    float *of_queries = plan->parts, *of_keys = of_queries + B * H * C * each, *parts = of_keys + B * Hk * C * each;
+    long floats = moments_floats(job->width), each = apart(floats), memories = apart(memory_floats(job));
     int matched = job->match_alpha || job->match_beta;
     if (job->with_lln) {
+        float *of_queries = plan->parts, *of_keys = behind(of_queries, B * H * C, floats);
+        float *parts = behind(of_keys, B * Hk * C, floats);
+        behind(parts, B * H * C, memory_floats(job));
         if (scratch && matched) EACH(i, thread, threads, B * H * C)
             measure_queries(plan, item_at(i, H, C), moments_at(of_queries + i * each, job->width), *scratch);
         if (scratch) EACH(i, thread, threads, B * Hk * C)
@@ -96,8 +98,8 @@ static void together(Plan *plan, long thread, long threads, Scratch *scratch) {
         if (scratch) EACH(i, thread, threads, B * H) {
             Scratch local = *scratch;
             Moments q = moments_at(of_queries + i * C * each, job->width);
-            float *copy = take(&local, each); /* `match` uses it up */
-            memcpy(copy, of_keys + i / (H / Hk) * C * each, each * sizeof(float));
+            float *copy = take(&local, floats); /* `match` uses it up */
+            memcpy(copy, of_keys + i / (H / Hk) * C * each, floats * sizeof(float));
             if (matched)
                 for (long c = 1; c < C; c++)
                     merge_moments(job->width, q, moments_at(of_queries + (i * C + c) * each, job->width));
@@ -117,7 +119,8 @@ static void together(Plan *plan, long thread, long threads, Scratch *scratch) {
         if (scratch) EACH(i, thread, threads, B * H) {
             float *sum = parts + i * C * memories;
             for (long c = 1; c < C; c++)
-                for (long j = padded(job->width); j < memories; j++) sum[j] += parts[(i * C + c) * memories + j];
+                for (long j = padded(job->width); j < memory_floats(job); j++)
+                    sum[j] += parts[(i * C + c) * memories + j];
             keep_memory(job, i / H, i % H, plan->key_count[i / H], memory_at(sum, job));
         }
         wait_for_all(threads);
@@ -131,27 +134,28 @@ INLINE long chunk_of(const Plan *plan, long chunk) { return chunk_start(plan->jo
 static void causal_remember_chunk(Plan *plan, long index, Scratch scratch) {
     const Job *job = plan->job;
     Item at = item_at(index, job->heads, plan->chunks);
-    float *before = plan->parts + index * memory_floats(job);
+    float *before = plan->parts + index * apart(memory_floats(job));
     if (at.chunk == 0) forget(job, memory_at(before, job));
     if (at.chunk + 1 < plan->chunks)
         causal_remember(plan, at.batch, at.head, chunk_of(plan, at.chunk), chunk_of(plan, at.chunk + 1),
-                        memory_at(before + memory_floats(job), job), scratch);
+                        memory_at(before + apart(memory_floats(job)), job), scratch);
 }
 
 /* ... and then the memories are joined, so that each chunk has that of all before it. */
 static void causal_join_chunks(Plan *plan, long head) {
     const Job *job = plan->job;
-    float *before = plan->parts + head * plan->chunks * memory_floats(job);
-    for (long c = 2; c < plan->chunks; c++, before += memory_floats(job))
-        causal_precede(job, memory_at(before + memory_floats(job), job), memory_at(before + 2 * memory_floats(job), job));
+    long each = apart(memory_floats(job));
+    float *before = plan->parts + head * plan->chunks * each;
+    for (long c = 2; c < plan->chunks; c++, before += each)
+        causal_precede(job, memory_at(before + each, job), memory_at(before + 2 * each, job));
 }
 
 /* Causal attention where heads are too few for the threads: every chunk after the first needs the memory of those before. */
 static void causal_together(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
-    long H = job->heads, C = plan->chunks, total = job->batch * H, memories = memory_floats(job);
+    long H = job->heads, C = plan->chunks, total = job->batch * H, memories = apart(memory_floats(job));
     float *before = plan->parts;
-    PrefixSums *sums = (PrefixSums *)(before + total * C * memories);
+    PrefixSums *sums = (PrefixSums *)behind(before, total * C, memory_floats(job));
     int matched = job->match_alpha || job->match_beta;
     if (scratch && matched) EACH(i, thread, threads, total * C) {
         Item at = item_at(i, H, C);
@@ -189,9 +193,10 @@ static void near_chunk_backward(const Plan *plan, Item at, Scratch scratch) {
    blocks last, added to what is there. */
 static void whole_heads_backward(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
-    long H = job->heads, Hk = job->key_heads, groups = H / Hk, each = handed_floats(job);
+    long H = job->heads, Hk = job->key_heads, groups = H / Hk, each = apart(handed_floats(job));
     (void)thread, (void)threads;
     if (!scratch) return;
+    if (plan->parts) behind(plan->parts, job->batch * H, handed_floats(job));
     NEXT(i, plan, job->batch * Hk) {
         Item at = item_at(i, Hk, 1);
         float *handed = plan->parts + (at.batch * H + at.head * groups) * each;
@@ -209,8 +214,9 @@ static void whole_heads_backward(Plan *plan, long thread, long threads, Scratch 
 /* The same step by step, all together, where heads are cut into chunks. */
 static void together_backward(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
-    long B = job->batch, H = job->heads, Hk = job->key_heads, C = plan->chunks, each = handed_floats(job);
+    long B = job->batch, H = job->heads, Hk = job->key_heads, C = plan->chunks, each = apart(handed_floats(job));
     if (job->with_lln) {
+        behind(plan->parts, C * B * H, handed_floats(job));
         if (scratch) EACH(i, thread, threads, B * H * C) {
             Item at = item_at(i, H, C);
             recall_backward(plan, at.batch, at.head, chunk_start(job->queries, at.chunk, C, TILE),
@@ -220,7 +226,8 @@ static void together_backward(Plan *plan, long thread, long threads, Scratch *sc
         wait_for_all(threads);
         if (scratch) EACH(i, thread, threads, B * H)
             for (long c = 1; c < C; c++)
-                for (long j = 0; j < each; j++) plan->parts[i * each + j] += plan->parts[(c * B * H + i) * each + j];
+                for (long j = 0; j < handed_floats(job); j++)
+                    plan->parts[i * each + j] += plan->parts[(c * B * H + i) * each + j];
         wait_for_all(threads);
         if (scratch) EACH(i, thread, threads, B * Hk * C) {
             Item at = item_at(i, Hk, C);
@@ -238,9 +245,11 @@ static void together_backward(Plan *plan, long thread, long threads, Scratch *sc
 static void causal_together_backward(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
     long H = job->heads, Hk = job->key_heads, C = plan->chunks, total = job->batch * H, groups = H / Hk;
-    long memories = memory_floats(job), history = history_floats(job, C);
-    float *before = plan->parts, *gives = before + total * C * memories, *histories = gives + total * C * memories;
-    float *sums = histories + total * history;
+    long memories = apart(memory_floats(job)), history = apart(history_floats(job, C));
+    float *before = plan->parts, *gives = behind(before, total * C, memory_floats(job));
+    float *histories = behind(gives, total * C, memory_floats(job));
+    float *sums = behind(histories, total, history_floats(job, C));
+    behind(sums, job->batch * Hk, key_gradients_floats(job));
     if (scratch) EACH(i, thread, threads, total * C) causal_remember_chunk(plan, i, *scratch);
     wait_for_all(threads);
     if (scratch) EACH(i, thread, threads, total) causal_join_chunks(plan, i);
@@ -264,7 +273,7 @@ static void causal_together_backward(Plan *plan, long thread, long threads, Scra
     if (scratch) EACH(i, thread, threads, job->batch * Hk * C) {
         Item at = item_at(i, Hk, C);
         long first = chunk_of(plan, at.chunk);
-        KeyGradients to = key_gradients(job, at.batch, at.head, sums + i / C * key_gradients_floats(job));
+        KeyGradients to = key_gradients(job, at.batch, at.head, sums + i / C * apart(key_gradients_floats(job)));
         for (long g = 0; g < groups; g++) {
             long h = at.head * groups + g, head = at.batch * H + h;
             History past = history_at(histories + head * history, job, first, at.chunk, C);
@@ -315,14 +324,14 @@ static void in_large_pages(const Job *job, const Tensor *x, long heads, long tok
 /* Floats that the chunks hand over. */
 static long causal_parts(const Plan *plan) {
     long pieces = plan->job->batch * plan->job->heads * plan->chunks;
-    return pieces * (memory_floats(plan->job) + (long)(sizeof(PrefixSums) / sizeof(float)));
+    return pieces * (apart(memory_floats(plan->job)) + (long)(sizeof(PrefixSums) / sizeof(float)));
 }
 
 static long causal_parts_backward(const Plan *plan) {
     const Job *job = plan->job;
     long heads = job->batch * job->heads, pieces = heads * plan->chunks;
-    return 2 * pieces * memory_floats(job) + heads * history_floats(job, plan->chunks) +
-            job->batch * job->key_heads * key_gradients_floats(job);
+    return 2 * pieces * apart(memory_floats(job)) + heads * apart(history_floats(job, plan->chunks)) +
+            job->batch * job->key_heads * apart(key_gradients_floats(job));
 }
 
 static int64_t execute(const Job *job, int is_backward) {
@@ -340,9 +349,9 @@ static int64_t execute(const Job *job, int is_backward) {
     int cut = plan.chunks > 1, shared = !in_sequence && job->heads != job->key_heads;
     long floats = 0;
     if (job->with_lln && in_sequence && cut) floats = is_backward ? causal_parts_backward(&plan) : causal_parts(&plan);
-    else if (job->with_lln && !in_sequence && is_backward) floats = heads * plan.chunks * handed_floats(job);
+    else if (job->with_lln && !in_sequence && is_backward) floats = heads * plan.chunks * apart(handed_floats(job));
     else if (job->with_lln && (shared || cut))
-        floats = heads * plan.chunks * (2 * moments_floats(job->width) + memory_floats(job));
+        floats = heads * plan.chunks * (2 * apart(moments_floats(job->width)) + apart(memory_floats(job)));
     if (floats) plan.parts = malloc(floats * sizeof(float));
     if (floats && !plan.parts) plan.failed = 1;
     Work forward = !cut && !shared ? whole_heads : in_sequence ? causal_together : together;

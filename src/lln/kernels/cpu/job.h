@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "guard.h"
 #include "product.h"
 
 #define TILE 64
@@ -29,7 +30,9 @@ typedef struct {
     Tensor query, key, value, output;
     uint8_t *keep_query, *keep_key; /* (B, tokens) bool, contiguous; NULL: all */
     Scale alpha, beta;
-    float *mass, *values; /* (B, H, D) and (B, H, D, Dv), written for the way back */
+    /* (B, H, 2, D): the largest key of each feature, and the log of the sum of exp(beta (k - largest)). Together they are
+       the log-mass L, but apart they stay exact where L is large. (B, H, D, Dv): the mean values. For the way back. */
+    float *mass, *values;
     /* the matching curve: log s² over log variance, rows for key counts; or the line of `linear` */
     float *curve;
     int64_t curve_rows, curve_columns; /* 0 rows: the line */
@@ -49,8 +52,13 @@ typedef struct {
     int64_t taken;                    /* pieces of work that some thread has begun */
 } Plan;
 
+/* Scratch memory of a thread. It is passed by value: what a function takes of it is free again when it returns. */
 typedef struct {
     float *next;
+#ifdef GUARDED
+    float *end; /* of the memory, guard zones included */
+    long left;  /* floats that an ordinary build has left, which has no guard zones */
+#endif
 } Scratch;
 
 INLINE long padded(long width) { return (width + LANES - 1) / LANES * LANES; }
@@ -59,10 +67,41 @@ INLINE long row_of(long width) { return padded(width) + 16; }
 INLINE long at_most(long x, long y) { return x < y ? x : y; }
 INLINE long at_least(long x, long y) { return x > y ? x : y; }
 
+#ifdef GUARDED
+/* Leave access to the floats that are taken now and to none behind them: there are a guard zone and the parts of
+   functions that have returned. The extent is what was asked for, not what it is rounded up to: callers that load and
+   store whole vectors ask for whole vectors. */
+static void guard_rest(Scratch *scratch, long floats) {
+    long whole = (floats + 15) / 16 * 16;
+    if (floats > scratch->left || whole + GUARD > scratch->end - scratch->next) {
+        fprintf(stderr, "take: %ld floats asked for, scratch_floats() leaves %ld, %ld with MOST_GUARDS guard zones\n",
+                floats, scratch->left, (long)(scratch->end - scratch->next));
+        abort();
+    }
+    forbid(scratch->next, scratch->end);
+    permit(scratch->next, floats);
+    scratch->left -= whole;
+}
+#endif
+
 INLINE float *take(Scratch *scratch, long floats) {
     float *taken = scratch->next;
-    scratch->next += (floats + 15) / 16 * 16;
+#ifdef GUARDED
+    guard_rest(scratch, floats);
+#endif
+    scratch->next += (floats + 15) / 16 * 16 + GUARD;
     return taken;
+}
+
+/* Floats from one of several equal parts of an allocation to the next. */
+INLINE long apart(long floats) { return floats + GUARD; }
+
+/* What follows `count` parts in memory; guarded, no access to the guard zones between them. */
+INLINE float *behind(float *parts, long count, long floats) {
+#ifdef GUARDED
+    for (long i = 0; i < count; i++) forbid(parts + i * apart(floats) + floats, parts + (i + 1) * apart(floats));
+#endif
+    return parts + count * apart(floats);
 }
 
 INLINE float *take_zeros(Scratch *scratch, long floats) {
@@ -179,7 +218,7 @@ static void make_scratch_key(void) { pthread_key_create(&scratch_key, free); }
 
 static float *own_scratch(long floats) {
     long *memory = pthread_getspecific(scratch_key); /* its size, and from the next cache line on the floats */
-    if (!memory || *memory < floats) {
+    if (!memory || *memory < floats || GUARD) { /* guarded: afresh, so that it ends where this job's does */
         free(memory);
         memory = malloc((floats + 32) * sizeof(float));
         if (memory) *memory = floats;
@@ -188,11 +227,24 @@ static float *own_scratch(long floats) {
     return memory ? (float *)(((uintptr_t)memory + 127) & ~(uintptr_t)63) : NULL;
 }
 
+static Scratch begin_scratch(float *memory, long floats) {
+#ifdef GUARDED
+    Scratch scratch = {memory + GUARD, memory + floats + MOST_GUARDS * GUARD, floats};
+    forbid(memory, scratch.end);
+    return scratch;
+#else
+    (void)floats;
+    return (Scratch){memory};
+#endif
+}
+
 static void work_in_team(void *argument) {
     Team *team = argument;
-    float *memory = own_scratch(scratch_floats(team->plan->job));
-    if (!memory) team->plan->failed = 1;
-    Scratch scratch = {memory};
+    long floats = scratch_floats(team->plan->job);
+    float *memory = own_scratch(floats + MOST_GUARDS * GUARD);
+    Scratch scratch = {0};
+    if (memory) scratch = begin_scratch(memory, floats);
+    else team->plan->failed = 1;
     int alone = !omp_parallel || team->plan->job->threads < 2;
     team->work(team->plan, alone ? 0 : omp_thread(), alone ? 1 : omp_team(), memory ? &scratch : NULL);
 }

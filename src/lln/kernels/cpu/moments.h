@@ -17,7 +17,7 @@ typedef struct {
     float *most, *shows;      /* the largest entry of each feature, unbounded; 0, or NaN if one was not finite */
 } Moments;
 
-INLINE long moments_floats(long width) { return 16 + 3 * padded(width) + width * row_of(width); }
+INLINE long moments_floats(long width) { return 16 + 3 * padded(width) + padded(width) * row_of(width); }
 
 INLINE Moments moments_at(float *memory, long width) {
     long vector = padded(width);

@@ -1,0 +1,41 @@
+/* Guard zones between parts of one allocation, for a build with the address sanitizer (`make sanitize`): by itself it
+   sees where an allocation ends, not where a part of it does. Every other build gets none of this. */
+#ifndef LLN_GUARD_H
+#define LLN_GUARD_H
+
+#if defined(__SANITIZE_ADDRESS__)
+#define GUARDED
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define GUARDED
+#endif
+#endif
+
+#ifdef GUARDED
+#include <sanitizer/asan_interface.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+/* Floats of a guard zone: more than the longest row of a tile, row_of(1024), so that an access one row too far is found
+   whatever its column. */
+#define GUARD 2048
+/* Guard zones that the scratch memory of a thread has space for; the deepest chain of calls takes 20 parts. */
+#define MOST_GUARDS 32
+
+/* No access to these floats, until `permit`. */
+static void forbid(float *from, float *end) {
+    __asan_poison_memory_region(from, (uintptr_t)end - (uintptr_t)from);
+}
+
+/* Access to exactly these floats. They become NaN, so that what is read before it is written shows in the results. */
+static void permit(float *from, long floats) {
+    __asan_unpoison_memory_region(from, floats * sizeof(float));
+    for (long i = 0; i < floats; i++) from[i] = __builtin_nanf("");
+}
+#else
+#define GUARD 0
+#define MOST_GUARDS 0
+#endif
+
+#endif
