@@ -1,4 +1,4 @@
-"""Every mechanism in the paper's tables and figures under one interface: `build`, `names`, `describe`.
+"""Every mechanism in the paper's tables and figures, and later ones, under one interface: `build`, `names`, `describe`.
 
 Importing a file enters its mechanisms.
 """
@@ -19,6 +19,11 @@ from lln.zoo import (  # noqa: F401
     transformer_ls,
     transnormer,
 )
-from lln.zoo.registry import Mechanism, Record, build, describe, names
 
-__all__ = ["Mechanism", "Record", "build", "describe", "names"]
+# isort: split
+# Later than the paper's own, so that they are listed after these.
+from lln.nn import Mechanism
+from lln.zoo import based, delta, gla, hedgehog, retention, t2r  # noqa: F401
+from lln.zoo.registry import PeerMechanism, Record, build, describe, names
+
+__all__ = ["Mechanism", "PeerMechanism", "Record", "build", "describe", "names"]
