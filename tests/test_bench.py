@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -64,15 +65,17 @@ def test_two_measurements_of_something_quadratic_suffice():
 def test_fresh_processes_answer_fail_and_end(monkeypatch):
     assert in_fresh_process(os.getpid) != in_fresh_process(os.getpid)
     assert in_fresh_process(torch.get_num_threads) == torch.get_num_threads()
-    monkeypatch.setenv("LLN_KERNEL", "torch")
-    assert in_fresh_process(os.getenv, "LLN_KERNEL") == "torch"
-    monkeypatch.delenv("LLN_KERNEL")
-    assert in_fresh_process(os.getenv, "LLN_KERNEL") is None
+    monkeypatch.setenv("LLN_BACKEND", "torch")
+    assert in_fresh_process(os.getenv, "LLN_BACKEND") == "torch"
+    monkeypatch.delenv("LLN_BACKEND")
+    assert in_fresh_process(os.getenv, "LLN_BACKEND") is None
     assert in_fresh_process(print, "not an answer") is None
     with pytest.raises(ValueError, match="math domain error"):
         in_fresh_process(math.sqrt, -1.0)
     with pytest.raises(MemoryError, match="ended without an answer"):
         in_fresh_process(os._exit, 3)
+    with pytest.raises(ChildProcessError, match="has ended; repeat the command"):
+        in_fresh_process(os.killpg, 0, signal.SIGKILL)
     fresh.stop_server()
     assert in_fresh_process(abs, -2) == 2
 
@@ -114,7 +117,7 @@ def test_candidates_compute_what_they_say(setting):
     torch.testing.assert_close(outputs["softmax"], outputs["softmax_explicit"], **close)
     torch.testing.assert_close(outputs["lln"], outputs["lln_torch"], **close)
     torch.testing.assert_close(outputs["lln"], lln.lln_attention(*inputs, is_causal=setting.causal), **close)
-    assert "LLN_KERNEL" not in os.environ
+    assert "LLN_BACKEND" not in os.environ
     for name, package in (("performer", "performer-pytorch"), ("nystrom", "nystrom-attention")):
         taken = name == "performer" or setting.dtype == "float32"
         assert candidates.origin(name, setting).startswith(package if taken else "lln.zoo")
@@ -191,6 +194,20 @@ def test_a_run_that_was_stopped_continues(quick, tmp_path, monkeypatch):
         run(*ATTENTION, "--goals")
     with pytest.raises(ValueError, match="no candidate is called 'sofmax'; there are: softmax"):
         run("attention", "--mechanisms", "sofmax")
+
+
+def test_a_damaged_record_is_named(quick, tmp_path):
+    out = tmp_path / "a.json"
+    out.write_text('{"command": "lln b')
+    with pytest.raises(ValueError, match=r"a\.json is damaged: .*; measure it anew with the option --fresh"):
+        run(*ATTENTION, "--out", str(out))
+    assert run(*ATTENTION, "--out", str(out), "--fresh").exit_code == 0
+
+
+def test_goals_and_titles_are_printed_as_they_are(capsys):
+    bench_cli._print_table("[/t]", ["[/c]", "d"], [("[red]r", ":key:")])
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[/t]", "[/c]", "[red]r", ":key:"))
 
 
 def attention_record(rows):

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from lln import cache
-from lln.kernels import build, dispatch
+from lln.backends.cpu import build, build_problem
 
 pytestmark = [
-    pytest.mark.skipif(dispatch.build_problem() is not None, reason="no C compiler"),
+    pytest.mark.skipif(build_problem() is not None, reason="no C compiler"),
     pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs owners and modes of POSIX"),
 ]
 
@@ -86,13 +86,13 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     x = torch.ones(1, 1, 9, 8)
     assert torch.allclose(lln.lln_attention(x, x, x), x)
-    print(lln.kernels.explain(x, x, x))
+    print(lln.backends.explain(x, x, x))
 print(*(f"warning: {{x.message}}" for x in caught), sep="\\n")
 {code}
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("cpu_fused: yes")
+    assert done.stdout.startswith("cpu: yes")
     return done.stdout
 
 
@@ -379,7 +379,7 @@ def test_the_temporary_folder_lasts_until_its_process_ends(folder):
     # Neither a forked child nor a worker that inherits the library removes it; a worker that builds removes its own.
     out = user("""
 import glob, multiprocessing, os, sys, tempfile
-from lln.kernels import build
+from lln.backends.cpu import build
 def count():
     return len(glob.glob(tempfile.gettempdir() + "/lln-kernels-*/fused.so"))
 def work(build_again):

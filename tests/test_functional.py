@@ -287,7 +287,7 @@ def test_block_of_any_size_with_softmax_as_the_limit(tokens):
 def test_long_sequences_pass_in_pieces(tokens, monkeypatch):
     """Nothing changes where a sequence is cut into pieces, also at whole pieces and one token more."""
     from lln import moments
-    from lln.kernels import plain
+    from lln.backends.torch.blocks import block_diagonal_attention
 
     for N in (32, 33, 100):
         inputs = tokens(N=N, H=2)
@@ -302,7 +302,7 @@ def test_long_sequences_pass_in_pieces(tokens, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(moments, "CHUNK_TOKENS", 16)
             pieces = [call(*inputs) for call in calls]
-            cut = plain.block_diagonal_attention(*inputs, None, block_size=16, is_causal=False)
+            cut = block_diagonal_attention(*inputs, None, block_size=16, is_causal=False)
         torch.testing.assert_close(cut, lln.block_diagonal_attention(*inputs, block_size=16))
         for x, y in zip(whole, pieces, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)

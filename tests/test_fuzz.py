@@ -186,7 +186,7 @@ class Case:
 def check(case: Case, monkeypatch: pytest.MonkeyPatch, *, compile: bool) -> None:
     expected = case.reference()
     found = case.run(lln, case.dtype, compile)
-    monkeypatch.setenv("LLN_KERNEL", "torch")
+    monkeypatch.setenv("LLN_BACKEND", "torch")
     plain = case.run(lln, case.dtype)
     # Gradients that vanish by cancellation are judged by the largest of all gradients.
     unit_of_output = expected[0].abs().max().clamp(min=1e-2)
@@ -215,4 +215,4 @@ def test_the_cases_cover_what_they_should():
     assert sum(not x.isfinite().all() for case in cases for x in case.bases) > 10
     assert sum(case.odd_token is not None for case in cases) > 5
     assert sum(bool((case.bases[1].abs() > 100).any()) for case in cases) > 5
-    assert os.environ.get("LLN_KERNEL", "") != "torch"
+    assert os.environ.get("LLN_BACKEND", "") != "torch"

@@ -11,7 +11,8 @@ import torch
 
 import lln
 from lln import reference
-from lln.kernels import build, dispatch, explain, fused, ops
+from lln.backends import explain
+from lln.backends.cpu import autograd, binding, build, build_problem
 
 ATTENTIONS = {
     "lln": ("lln_attention", {}),
@@ -21,7 +22,7 @@ ATTENTIONS = {
     "blocks": ("block_diagonal_attention", {"block_size": 70}),
 }
 
-needs_compiler = pytest.mark.skipif(dispatch.build_problem() is not None, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(build_problem() is not None, reason="no C compiler")
 
 
 def relative(got, want):
@@ -46,7 +47,7 @@ def threads(count):
 def compare(name, options, inputs, mask=None, **more):
     """Output and gradients against the reference in float64; float32 within 2e-6, gradients within 1e-5."""
     q, k, v = inputs
-    assert explain(q, k, v, **more, block_size=options.get("block_size")) == "cpu_fused: yes; torch: yes"
+    assert explain(q, k, v, **more, block_size=options.get("block_size")) == "cpu: yes; torch: yes"
     gradient = torch.randn(*q.shape[:3], v.shape[3])
     arguments = {**options, **more, "key_padding_mask": mask}
     ours = run(functools.partial(getattr(lln, name), **arguments), inputs, gradient)
@@ -264,7 +265,7 @@ def test_results_in_large_pages(tokens, monkeypatch):
     spread = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     ours = [lln.lln_attention(*x) for x in ((q, k, v), spread)]
     assert ours[0].nbytes >= 32 << 20
-    monkeypatch.setenv("LLN_KERNEL", "torch")
+    monkeypatch.setenv("LLN_BACKEND", "torch")
     plain = lln.lln_attention(q, k, v)
     for x in ours:
         torch.testing.assert_close(x, plain, rtol=1e-4, atol=1e-5)
@@ -300,7 +301,7 @@ def test_gradients_of_gradients_are_those_of_the_plain_formula(tokens, is_causal
         return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
 
     ours = second()
-    monkeypatch.setenv("LLN_KERNEL", "torch")
+    monkeypatch.setenv("LLN_BACKEND", "torch")
     for x, y in zip(ours, second(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
@@ -308,7 +309,7 @@ def test_gradients_of_gradients_are_those_of_the_plain_formula(tokens, is_causal
 @needs_compiler
 def test_the_compiled_op_refuses_gradients_of_gradients(tokens):
     inputs = tokens(B=1, H=1, N=9, D=8, dtype=torch.float32, grad=True)
-    output = fused.forward_op(*inputs, None, None, None, None, True, 0, False, "variance")[0]
+    output = autograd.forward_op(*inputs, None, None, None, None, True, 0, False, "variance")[0]
     first = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         torch.autograd.grad(first[0].sum(), inputs)
@@ -325,10 +326,10 @@ def test_registered_ops_pass_opcheck(tokens, is_causal):
         (*inputs, keep, keep, alpha, None, True, 8, is_causal, "entropy"),
         (*inputs, None, keep, None, None, False, 8, is_causal, "variance"),
     ):
-        torch.library.opcheck(fused.forward_op, arguments)
+        torch.library.opcheck(autograd.forward_op, arguments)
     q, k, v = (x.detach() for x in inputs)
-    output, *kept = ops.forward(q, k, v, None, None, None, None, True, 0, is_causal, "variance")
-    torch.library.opcheck(fused.backward_op, (output, q, k, v, None, None, *kept, True, 0, is_causal, True))
+    output, *kept = binding.forward(q, k, v, None, None, None, None, True, 0, is_causal, "variance")
+    torch.library.opcheck(autograd.backward_op, (output, q, k, v, None, None, *kept, True, 0, is_causal, True))
 
 
 @needs_compiler
@@ -353,7 +354,7 @@ def test_other_flavours_give_the_same(tokens, flavour, monkeypatch):
     flags = ["-DLANES=4"] if flavour == "portable" else ["-march=native", "-DLANES=16"]
     monkeypatch.setitem(build.FLAVOURS, flavour, (flags, set()))
     library = build.open_library(build.build(flavour))
-    monkeypatch.setattr(ops, "load", lambda: library)
+    monkeypatch.setattr(binding, "load", lambda: library)
     for dtype in (torch.float32, torch.float16):
         for is_causal in (False, True):
             inputs = tokens(B=1, H=2, N=70, D=24, dtype=dtype)
@@ -361,7 +362,7 @@ def test_other_flavours_give_the_same(tokens, flavour, monkeypatch):
             attention = functools.partial(lln.lln_diag_attention, is_causal=is_causal, block_size=20)
             other = run(attention, inputs, gradient)
             with monkeypatch.context() as patch:
-                patch.setenv("LLN_KERNEL", "torch")
+                patch.setenv("LLN_BACKEND", "torch")
                 plain = run(attention, inputs, gradient)
             limit = 1e-5 if dtype == torch.float32 else 5e-3
             for x, y in zip(other, plain, strict=True):
@@ -370,7 +371,7 @@ def test_other_flavours_give_the_same(tokens, flavour, monkeypatch):
 
 def test_reasons(tokens, monkeypatch):
     q, k, v = tokens(N=4, D=8, dtype=torch.float32)
-    assert explain(q.double(), k.double(), v.double()) == "cpu_fused: no, dtype is float64; torch: yes"
+    assert explain(q.double(), k.double(), v.double()) == "cpu: no, dtype is float64; torch: yes"
     assert "device is meta" in explain(q.to("meta"), k.to("meta"), v.to("meta"))
     assert "head dimension 12" in explain(*(torch.zeros(1, 1, 4, 12),) * 3)
     assert "value width 264" in explain(q, k, torch.zeros(2, 4, 4, 264))
@@ -380,10 +381,10 @@ def test_reasons(tokens, monkeypatch):
     with torch.autograd.forward_ad.dual_level():
         assert "forward-mode" in explain(q, k, v)
     torch.func.vmap(lambda x: (x, explain(x[None], k[:1], v[:1]).index("torch.func"))[0])(q)
-    monkeypatch.setenv("LLN_KERNEL", "torch")
-    assert explain(q, k, v) == "cpu_fused: no, LLN_KERNEL=torch; torch: yes"
-    monkeypatch.setenv("LLN_KERNEL", "cuda")
-    with pytest.raises(ValueError, match="LLN_KERNEL must be torch, cpu_fused or not set, got 'cuda'"):
+    monkeypatch.setenv("LLN_BACKEND", "torch")
+    assert explain(q, k, v) == "cpu: no, LLN_BACKEND=torch; torch: yes"
+    monkeypatch.setenv("LLN_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="LLN_BACKEND must be cpu, torch or not set, got 'cuda'"):
         lln.lln_attention(q, k, v)
 
 
@@ -399,7 +400,7 @@ with warnings.catch_warnings(record=True) as caught:
     x = torch.randn(1, 1, 9, 8)
     lln.lln_attention(x, x, x); lln.lln_attention(x, x, x)
 print(len(caught), caught[0].message)
-print(lln.kernels.explain(x, x, x))
+print(lln.backends.explain(x, x, x))
 """
     settings = {**os.environ, "CC": str(broken), "LLN_CACHE": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=settings)

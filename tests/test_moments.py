@@ -1,5 +1,6 @@
 """Statistics and matching: exact where a formula is exact, accurate where a curve was measured."""
 
+import functools
 import json
 import math
 
@@ -82,6 +83,96 @@ def test_entropy_matching_gives_softmaxs_entropy(head_dim):
         assert abs(got - wanted) <= max(0.1 * wanted, 0.05), f"variance {variance}: {got:.4f} for {wanted:.4f} nats"
 
 
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 256])
+@pytest.mark.parametrize("form", ["unbiased", "decomposed"])
+def test_the_other_forms_are_as_accurate(form, head_dim):
+    for asked in (0.05, 0.5, 2.0, 9.0):
+        q, k = gaussian(asked, head_dim, draws=4)
+        got = calibration.matched_probabilities(q, k, matching="variance", form=form).log().flatten(1).var(1).mean()
+        assert got.item() == pytest.approx(asked, rel=0.08), f"variance {asked}: {got:.3f}"
+        if asked == 9.0:
+            continue
+        softmax = torch.softmax(q @ k.mT / math.sqrt(head_dim), dim=-1)
+        matched = calibration.matched_probabilities(q, k, matching="entropy", form=form)
+        wanted, got = (math.log(1024) + torch.special.xlogy(P, P).sum(-1).mean().item() for P in (softmax, matched))
+        assert abs(got - wanted) <= max(0.1 * wanted, 0.05), f"variance {asked}: {got:.4f} for {wanted:.4f} nats"
+
+
+@pytest.mark.parametrize("num_keys", [32, 200])
+@pytest.mark.parametrize("form", ["unbiased", "decomposed"])
+def test_the_other_forms_are_accurate_with_few_keys(form, num_keys):
+    """The means of few tokens are not zero, so that part of what the decomposed form matches is exact."""
+    for variance in (0.05, 0.5, 2.0):
+        q, k = gaussian(variance, 32, tokens=num_keys, draws=64)
+        softmax = torch.softmax(q @ k.mT / math.sqrt(32), dim=-1)
+        matched = calibration.matched_probabilities(q, k, matching="entropy", form=form)
+        wanted, got = (math.log(num_keys) + torch.special.xlogy(P, P).sum(-1).mean().item() for P in (softmax, matched))
+        assert got == pytest.approx(wanted, rel=0.1)
+
+
+def test_entropy_matching_stops_where_the_unbiased_form_cannot_follow():
+    """A query of the unbiased form chooses among D features, so that its entropy is at least about ln(N/D)."""
+    variance = torch.tensor([0.5, 1.0, 2.0, 8.0, 16.0, 64.0], dtype=torch.float64)
+    keys = torch.full_like(variance, 1024)
+    spread = curves.matched_spread(variance, keys, head_dim=8, matching="entropy", form="unbiased")
+    assert (spread < 100 * variance).all()
+    torch.testing.assert_close(spread[-2:] / spread[-3], variance[-2:] / variance[-3], rtol=1e-4, atol=0)
+    q, k = gaussian(1.0, 8, draws=1)
+    P = calibration.lln_probabilities(q[0, 0], k[0, 0], 1e6, form="unbiased")
+    assert calibration.entropy_deficit(P) < math.log(8) + 0.1
+    assert calibration.entropy_deficit(calibration.lln_probabilities(q[0, 0], k[0, 0], 1e6)) > 6
+
+
+def test_the_papers_curves_stay_as_they_are():
+    variance = torch.tensor([1e-4, 0.3, 2.0, 100.0], dtype=torch.float64)
+    keys = torch.tensor([50, 50, 1000, 10**6])
+    expected = {
+        "linear": [2.079004846762563, 3.867721226623527, 14.007160525601984, 598.5160142314188],
+        "variance": [0.005434852227863362, 4.2657004142184185, 14.171679650596944, 423.349177878596],
+        "entropy": [0.0056143537658490525, 3.7072452887994682, 9.4103599369255, 224.97371825885565],
+    }
+    for matching, values in expected.items():
+        spread = curves.matched_spread(variance, keys, head_dim=40, matching=matching)
+        assert spread.tolist() == pytest.approx(values, rel=1e-12)
+
+
+@pytest.mark.parametrize("matching", ["variance", "entropy"])
+def test_limits_of_small_variances(matching):
+    """Weights of columns are proportional to s², scores to s⁴."""
+    variance = torch.tensor([1e-8, 1e-6, 1e-4], dtype=torch.float64)
+    for form, exponent in (("paper", 1.0), ("unbiased", 0.5), ("decomposed", 0.5)):
+        spread = curves.matched_spread(variance, torch.ones(3), head_dim=64, matching=matching, form=form)
+        torch.testing.assert_close(spread / spread[0], (variance / variance[0]) ** exponent)
+    one = torch.tensor([1e-6], dtype=torch.float64)
+    keys = torch.tensor([1024])
+    spread = curves.matched_spread(one, keys, head_dim=64, matching=matching, form="unbiased").item()
+    assert spread == pytest.approx(2 * math.sqrt(64 * 1e-6), rel=0.15)  # s⁴/(4D) = v
+
+
+def test_decomposed_has_the_curves_of_unbiased():
+    variance = torch.logspace(-4, 3, 9, dtype=torch.float64)
+    for matching in curves.MATCHINGS:
+        of = functools.partial(curves.matched_spread, variance, torch.full((9,), 100), head_dim=40, matching=matching)
+        assert torch.equal(of(form="decomposed"), of(form="unbiased"))
+        assert not torch.equal(of(form="paper"), of(form="unbiased"))
+    assert curves.linear_constants(64, form="unbiased") == tuple(curves.TABLE["forms"]["unbiased"]["linear"][6])
+
+
+def test_an_unknown_matching_or_form_is_refused():
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="matching must be one of 'linear', 'variance', 'entropy', got 'best'"):
+        curves.matched_spread(one, one, head_dim=64, matching="best")
+    for matching in curves.MATCHINGS:
+        with pytest.raises(ValueError, match="form must be one of 'paper', 'unbiased', 'decomposed', got 'exact'"):
+            curves.matched_spread(one, one, head_dim=64, matching=matching, form="exact")
+    with pytest.raises(ValueError, match="form must be one of"):
+        curves.linear_constants(64, form="exact")
+    with pytest.raises(ValueError, match="matching must be one of 'variance', 'entropy', got 'linear'"):
+        curves.curve_rows(64, "linear")
+    with pytest.raises(ValueError, match="form must be one of 'paper', 'unbiased', got 'decomposed'"):
+        calibration.lln_probabilities(torch.ones(2, 8), torch.ones(2, 8), 1.0, form="decomposed")
+
+
 def test_linear_matching_is_a_line_with_the_published_constants():
     a, b = curves.linear_constants(64)
     assert (a, b) == (curves.PUBLISHED_A, curves.PUBLISHED_B)
@@ -94,13 +185,14 @@ def test_linear_matching_is_a_line_with_the_published_constants():
     assert fit[1] == pytest.approx(b, rel=0.05)
 
 
+@pytest.mark.parametrize("form", ["paper", "unbiased"])
 @pytest.mark.parametrize("matching", ["variance", "entropy"])
-def test_curves_increase_and_have_no_steps(matching):
+def test_curves_increase_and_have_no_steps(matching, form):
     variance = torch.logspace(-6, 7, 4000, dtype=torch.float64)
     for head_dim in (4, 8, 40, 64, 200, 256, 512):
         for num_keys in (1, 100, 1024, 10**6):
             keys = torch.full_like(variance, num_keys)
-            spread = curves.matched_spread(variance, keys, head_dim=head_dim, matching=matching)
+            spread = curves.matched_spread(variance, keys, head_dim=head_dim, matching=matching, form=form)
             inside = variance < curves.MAX_SCORE_VARIANCE
             assert (spread[inside].diff() > 0).all()
             assert (spread.log().diff() < 0.05).all()
@@ -113,22 +205,50 @@ def test_curves_between_dims_lie_between():
     assert spreads[0] < spreads[1] < spreads[2]
 
 
-def test_the_shipped_table_is_what_calibration_makes():
+@pytest.mark.parametrize("form", calibration.CALIBRATED_FORMS)
+def test_the_shipped_table_is_what_calibration_makes(form):
     """One head dimension, piece by piece; `lln calibrate` does all of them."""
+    matrix = functools.partial(calibration.lln_probabilities, form=form)
+    table = curves.form_table(form)
     assert json.loads(curves.TABLE_PATH.read_text())["seed"] == calibration.SEED
     assert calibration.dump(curves.TABLE) == curves.TABLE_PATH.read_text()
-    measured = calibration.measure(
-        calibration.lln_probabilities, calibration.log_variance, calibration.SPREADS, head_dim=8, num_keys=1024
-    )
-    assert calibration.log_spread_at(calibration.SCORE_VARIANCES, measured) == curves.TABLE["variance"][0]
+    measured = calibration.measure(matrix, calibration.log_variance, calibration.SPREADS, head_dim=8, num_keys=1024)
+    assert calibration.log_spread_at(calibration.SCORE_VARIANCES, measured) == table["variance"][0]
     wanted, curve = (
         calibration.measure(matrix, calibration.entropy_deficit, settings, head_dim=8, num_keys=16)
         for matrix, settings in (
             (calibration.softmax_probabilities, calibration.SCORE_VARIANCES),
-            (calibration.lln_probabilities, calibration.SPREADS),
+            (matrix, calibration.SPREADS),
         )
     )
-    assert calibration.log_spread_at(wanted, curve) == curves.TABLE["entropy"][0][0]
+    reach = calibration.REACH[form]
+    assert calibration.log_spread_at(wanted, curve, reach=reach) == table["entropy"][0][0]
+
+
+def test_calibrate_makes_the_table_of_every_form(monkeypatch):
+    """With few draws, so that the numbers are others; the progress that the command shows counts these steps."""
+    for name, value in (("DRAWS", 1), ("HEAD_DIMS", (8, 16)), ("NUM_KEYS", (16, 64))):
+        monkeypatch.setattr(calibration, name, value)
+    steps = []
+    table = calibration.calibrate(lambda: steps.append(None))
+    assert len(steps) == 2 * (2 + 2)
+    assert list(table) == list(curves.TABLE)
+    assert list(table["forms"]) == list(curves.TABLE["forms"]) == ["unbiased"]
+    for curve in (table, table["forms"]["unbiased"]):
+        assert [len(curve[name]) for name in curves.MATCHINGS] == [2, 2, 2]
+        assert [len(x) for x in curve["entropy"]] == [2, 2]
+    assert table["variance"] != table["forms"]["unbiased"]["variance"]
+    assert json.loads(calibration.dump(table)) == table
+
+
+def test_matching_errors_cover_every_form(monkeypatch):
+    for name, value in (("ERROR_HEAD_DIMS", (8,)), ("ERROR_VARIANCES", (0.5,)), ("ERROR_DRAWS", 2)):
+        monkeypatch.setattr(calibration, name, value)
+    rows = calibration.matching_errors()
+    assert len(rows) == 3 * 3 * 2
+    for row in rows:
+        is_matched = (row["matching"], row["quantity"]) in (("variance", "log-variance"), ("entropy", "entropy"))
+        assert not is_matched or abs(row["errors"][0]) < 0.1, row
 
 
 @pytest.mark.parametrize("matching", ["linear", "variance", "entropy"])

@@ -7,8 +7,10 @@ import torch
 from torch.autograd import forward_ad
 
 from lln import moments, reference
-from lln.kernels import plain
-from lln.kernels.causal import _segment, _segment_gradients
+from lln.backends.torch.blocks import block_diagonal_attention
+from lln.backends.torch.causal import _segment, _segment_gradients, causal_attention
+from lln.backends.torch.full import full_attention
+from lln.backends.torch.summary import KeySummary, empty_summary
 
 KINDS = ["full", "causal", "blocks", "blocks-causal"]
 
@@ -24,16 +26,16 @@ def attention_of(kind, keep=None):
     if kind.startswith("blocks"):
         options = {"block_size": 16, "is_causal": kind.endswith("causal")}
         theirs = functools.partial(reference.block_diagonal_attention, key_padding_mask=keep, **options)
-        return lambda q, k, v, *_: plain.block_diagonal_attention(q, k, v, keep, **options), lambda q, k, v, *_: theirs(
+        return lambda q, k, v, *_: block_diagonal_attention(q, k, v, keep, **options), lambda q, k, v, *_: theirs(
             q, k, v
         )
 
     def ours(q, k, v, alpha, beta):
         alpha, beta = (x[..., None] for x in (alpha, beta))
         if kind == "full":
-            return plain.full_attention(q, k, v, alpha, beta, keep)
-        memory = plain.empty_memory(*q.shape[:2], q.shape[3], v.shape[3], q)
-        return plain.causal_attention(q, k, v, alpha, beta, keep, memory)[0]
+            return full_attention(q, k, v, alpha, beta, keep)
+        memory = empty_summary(*q.shape[:2], q.shape[3], v.shape[3], q)
+        return causal_attention(q, k, v, alpha, beta, keep, memory)[0]
 
     def theirs(q, k, v, alpha, beta):
         return reference.lln_attention(
@@ -110,13 +112,13 @@ def test_every_way_of_differentiating_agrees(tokens, kind):
 def test_the_gradient_of_a_causal_memory(tokens):
     """What comes later reaches what came before through the memory alone."""
     a, b, v = (x.requires_grad_() for x in tokens(B=1, H=2, N=150, D=4, Dv=3))
-    _, memory = _segment(*(x.detach()[:, :, :20] for x in (a, b, v)), plain.empty_memory(1, 2, 4, 3, a))
-    memory = plain.Memory(*(x.requires_grad_() for x in memory))
+    _, memory = _segment(*(x.detach()[:, :, :20] for x in (a, b, v)), empty_summary(1, 2, 4, 3, a))
+    memory = KeySummary(*(x.requires_grad_() for x in memory))
     output, after = _segment(a, b, v, memory)
     g = [torch.randn_like(x) for x in (output, *after)]
     expected = torch.autograd.grad((output, *after), (a, b, v, *memory), g)
     with torch.no_grad():
-        *found, start = _segment_gradients(g[0], a, b, v, memory, plain.Memory(*g[1:]))
+        *found, start = _segment_gradients(g[0], a, b, v, memory, KeySummary(*g[1:]))
     for x, y in zip((*found, *start), expected, strict=True):
         torch.testing.assert_close(x, y)
 

@@ -14,17 +14,17 @@ Shapes: B batch, H heads, N queries, M keys, D features of a head.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from lln.checks import check_choice, check_inputs
-from lln.curves import MATCHINGS, Matching, linear_constants, matched_spread
+from lln.curves import Form, Matching, linear_constants, matched_spread
 from lln.masks import blank, kept_tokens, read_paddings
+from lln.precision import accumulator, in_full_precision, sum_dtype
 
 Scope = Literal["sample", "batch"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -41,26 +41,6 @@ LARGEST_ENTRY = 1e15
 SMALLEST_SIGMA = 1e-30
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def in_full_precision(function: Function) -> Function:
-    """Run a function of tensors in the dtypes chosen here, also where autocast is on."""
-
-    @wraps(function)
-    def wrapped(query: Tensor, *args: Any, **options: Any) -> Any:
-        if not isinstance(query, Tensor) or not autocast_is_on(query.device.type):
-            return function(query, *args, **options)
-        with torch.autocast(query.device.type, enabled=False):
-            return function(query, *args, **options)
-
-    return cast(Function, wrapped)
-
-
-def autocast_is_on(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
 @dataclass(frozen=True)
 class Moments:
     """Statistics of queries and keys: (B, H) tensors, or (B, H, N) with those of each prefix if they are causal."""
@@ -71,13 +51,13 @@ class Moments:
     row_variance: Tensor  # of the same around the mean of each row: what is left of it after softmax
     num_keys: Tensor
 
-    def scales(self, *, head_dim: int, matching: Matching) -> tuple[Tensor, Tensor]:
+    def scales(self, *, head_dim: int, matching: Matching, form: Form = "paper") -> tuple[Tensor, Tensor]:
         """alpha and beta of eq. 10.
 
         Softmax does not see what all scores of a row have in common, which keys with a mean far from zero make large;
         so what is matched is the variance within rows. With keys around zero, as the paper assumes, both are the same.
         """
-        spread = matched_spread(self.row_variance, self.num_keys, head_dim=head_dim, matching=matching)
+        spread = matched_spread(self.row_variance, self.num_keys, head_dim=head_dim, matching=matching, form=form)
         share = (spread / 2).sqrt()
         return _divide(share, self.sigma_q), _divide(share, self.sigma_k)
 
@@ -90,37 +70,6 @@ class PrefixSums(NamedTuple):
     key: Tensor  # (B, H, 3)
 
 
-def match_moments(
-    query: Tensor,
-    key: Tensor,
-    *,
-    matching: Matching = "variance",
-    scope: Scope = "sample",
-    key_padding_mask: Tensor | None = None,
-    query_padding_mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """alpha and beta for LLN attention that behaves like softmax attention on this query and key.
-
-    Returns two (B, H) tensors, or (B, H, N) with `is_causal=True`: the alpha of each query and the beta of each key,
-    from the tokens up to it. They are constants to autograd.
-
-    Constant queries or keys get 0, one token or scores without variance give s = 0 (`linear`: s² = -b/a): uniform
-    attention, which is what softmax does with them. Scores of huge variance count as `lln.curves.MAX_SCORE_VARIANCE`.
-    """
-    check_choice("matching", matching, MATCHINGS)
-    moments = measure_moments(
-        query,
-        key,
-        scope=scope,
-        key_padding_mask=key_padding_mask,
-        query_padding_mask=query_padding_mask,
-        is_causal=is_causal,
-    )
-    return moments.scales(head_dim=query.shape[-1], matching=matching)
-
-
-@in_full_precision
 def measure_moments(
     query: Tensor,
     key: Tensor,
@@ -140,8 +89,16 @@ def measure_moments(
     """
     check_choice("scope", scope, SCOPES)
     check_inputs(query, key, same_length="is_causal=True" if is_causal else None)
-    keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
     check_causal_options(is_causal, scope, query_padding_mask)
+    keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
+    return moments_of(query, key, keep_query, keep_key, scope=scope, is_causal=is_causal)
+
+
+@in_full_precision
+def moments_of(
+    query: Tensor, key: Tensor, keep_query: Tensor | None, keep_key: Tensor | None, *, scope: Scope, is_causal: bool
+) -> Moments:
+    """As `measure_moments`, for input that was checked."""
     query, key = query.detach(), key.detach()  # torch.no_grad() would make a graph that torch.export cannot load
     if is_causal:
         moments, _ = prefix_moments(query, key, keep_key, empty_sums(query))
@@ -204,16 +161,6 @@ def prefix_moments(query: Tensor, key: Tensor, keep: Tensor | None, past: Prefix
     product = _square_of_product(sigma_q, sigma_k)
     moments = Moments(sigma_q, sigma_k, product, product, count[:, None].expand_as(sigma_q))
     return moments, PrefixSums(count[:, -1], sums_q, sums_k)
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """Sums over whole sequences run in float64, where there is one."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Sums run in at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def chunks(tokens: int, size: int | None = None) -> Iterator[slice]:

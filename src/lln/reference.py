@@ -2,23 +2,58 @@
 
 Everything is written as the paper writes it, or as its words say it, sample by sample and head by head where that is
 plainer: slow, O(N M D) memory, any float dtype (float64 for a yardstick). Where `lln.functional` has a mask, this has
-indexing; where it has a recurrence, this has a loop over prefixes.
+indexing; where it has a recurrence, this has a loop over prefixes; packed sequences are computed one by one.
+
+Shapes: B batch, H query heads, H_k key heads, N queries, M keys, D features of a head.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from itertools import pairwise
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
 from lln.checks import check_block_size, check_choice, check_inputs
-from lln.curves import Matching, matched_spread
-from lln.functional import KINDS, Kind, broadcast_scale
+from lln.curves import FORMS, Form, Matching, matched_spread
+from lln.functional import KINDS, Kind
 from lln.masks import kept_tokens, read_paddings
-from lln.moments import Scope, accumulator
+from lln.moments import SCOPES, Scope, check_causal_options
+from lln.precision import accumulator
+from lln.problem import read_scale
+
+Near = Literal["blocks", "window"]
+NEARS: tuple[Near, ...] = get_args(Near)
+Centers = tuple[Tensor, Tensor]
+
+Attention = TypeVar("Attention", bound=Callable[..., Tensor])
 
 
+def _packed(attention: Attention) -> Attention:
+    """With `cu_seqlens`, run an attention on each of the sequences that (1, H, total, D) inputs hold."""
+
+    @wraps(attention)
+    def wrapped(
+        query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        if cu_seqlens is None:
+            return attention(query, key, value, **options)
+        check_inputs(query, key, value, same_length="cu_seqlens")
+        total = query.shape[2]
+        outputs = [query.new_zeros(*query.shape[:2], 0, value.shape[3])]
+        for start, end in pairwise(_read_cu_seqlens(cu_seqlens, query, options)):
+            if start < end:
+                own = {name: _part(options[name], start, end, total) for name in ("alpha", "beta") if name in options}
+                tokens = (x[:, :, start:end] for x in (query, key, value))
+                outputs.append(attention(*tokens, **options | own))
+        return torch.cat(outputs, dim=2)
+
+    return cast(Attention, wrapped)
+
+
+@_packed
 def softmax_attention(
     query: Tensor,
     key: Tensor,
@@ -26,11 +61,13 @@ def softmax_attention(
     *,
     key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """softmax(q . k / sqrt(D)) v (eq. 1), with a matrix and without a trick."""
-    return _weights(query, key, "softmax", key_padding_mask, is_causal).to(value.dtype) @ _heads(value, query)
+    return _weights(query, key, key_padding_mask, is_causal).to(value.dtype) @ _heads(value, query)
 
 
+@_packed
 def lln_attention(
     query: Tensor,
     key: Tensor,
@@ -43,70 +80,103 @@ def lln_attention(
     beta: float | Tensor | None = None,
     matching: Matching = "variance",
     scope: Scope = "sample",
+    form: Form = "paper",
+    centers: Centers | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """LLN attention (eq. 8)."""
+    """LLN attention (eq. 8) in one of three forms: the weight of key j for query i is proportional to
+
+        exp(a_i) . exp(b_j)
+
+    with a and b of `features`. Alpha and beta are constants to autograd, centres are not: means of the sample are part
+    of the function.
+
+    Args:
+        form: "paper", "unbiased" or "decomposed".
+        centers: m_q and m_k of the decomposed form, (H, D) or (B, H, D) and (H_k, D) or (B, H_k, D); by default the
+            means of each sample over its kept queries and its kept keys, which causal attention cannot use.
+        cu_seqlens: for inputs of batch 1 that hold several sequences one after the other, where each starts and the
+            last ends: int32 (sequences + 1,), as in flash-attention. Statistics and centres are those of a sequence.
+
+    Raises:
+        ValueError: an unknown form, centres for another form than "decomposed", or none for a causal one.
+    """
     check_inputs(query, key, value, same_length="is_causal=True" if is_causal else None)
+    paddings: dict[str, Any] = {"key_padding_mask": key_padding_mask, "query_padding_mask": query_padding_mask}
     matched = match_moments(
-        query,
-        key,
-        matching=matching,
-        scope=scope,
-        key_padding_mask=key_padding_mask,
-        query_padding_mask=query_padding_mask,
-        is_causal=is_causal,
+        query, key, matching=matching, scope=scope, is_causal=is_causal, form=form, centers=centers, **paddings
     )
-    a = query * broadcast_scale("alpha", alpha, matched[0], query, heads=query.shape[1]).to(query.dtype)
-    b = _heads(key, query) * broadcast_scale("beta", beta, matched[1], key, heads=query.shape[1]).to(key.dtype)
+    means = read_centers(query, key, form=form, centers=centers, is_causal=is_causal, **paddings)
+    scale_q = _broadcast_scale("alpha", alpha, matched[0], query, heads=query.shape[1]).to(query.dtype)
+    scale_k = _broadcast_scale("beta", beta, matched[1], key, heads=query.shape[1]).to(key.dtype)
+    a, b = features(query, key, scale_q, scale_k, form, means)
     log_kernel = torch.logsumexp(a[:, :, :, None] + b[:, :, None], dim=-1)  # ln of exp(a_i) . exp(b_j), (B, H, N, M)
     allowed = _allowed(query, key, key_padding_mask, is_causal)
     return (_normalise(log_kernel, allowed) @ _heads(value, query)).to(query.dtype)
 
 
+@_packed
 def block_diagonal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     block_size: int = 64,
+    near: Near = "blocks",
     key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention among tokens of the same block, where only kept tokens count."""
+    """Softmax attention among near tokens, where only kept tokens count; i and j are their numbers, from 0 on.
+
+    - `near="blocks"`: i sees j where i // block_size = j // block_size;
+    - `near="window"`: i sees j from i - (block_size - 1) // 2 to i + block_size // 2: block_size tokens, fewer at the
+      ends; with `is_causal=True` from i - block_size + 1 to i.
+
+    Raises:
+        ValueError: near is neither.
+    """
     check_block_size(block_size)
+    check_choice("near", near, NEARS)
     check_inputs(query, key, value, same_length="block-diagonal attention")
-    weights = _weights(query, key, "block_diagonal", key_padding_mask, is_causal, block_size=block_size)
+    weights = _weights(query, key, key_padding_mask, is_causal, block_size=block_size, near=near)
     return (weights @ _heads(value, query)).to(query.dtype)
 
 
+@_packed
 def lln_diag_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     block_size: int = 64,
+    near: Near = "blocks",
     key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
     alpha: float | Tensor | None = None,
     beta: float | Tensor | None = None,
     matching: Matching = "variance",
     scope: Scope = "sample",
+    form: Form = "paper",
+    centers: Centers | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The average of LLN and block-diagonal attention (figure 3)."""
-    near = block_diagonal_attention(
-        query, key, value, block_size=block_size, key_padding_mask=key_padding_mask, is_causal=is_causal
-    )
+    masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
+    close = block_diagonal_attention(query, key, value, block_size=block_size, near=near, **masks)
     far = lln_attention(
         query,
         key,
         value,
-        key_padding_mask=key_padding_mask,
-        is_causal=is_causal,
         alpha=alpha,
         beta=beta,
         matching=matching,
         scope=scope,
+        form=form,
+        centers=centers,
+        **masks,
     )
-    return (far + near) / 2
+    return (far + close) / 2
 
 
 def attention_matrix(query: Tensor, key: Tensor, *, kind: Kind = "lln", **options: Any) -> Tensor:
@@ -131,11 +201,30 @@ def match_moments(
     key_padding_mask: Tensor | None = None,
     query_padding_mask: Tensor | None = None,
     is_causal: bool = False,
+    form: Form = "paper",
+    centers: Centers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """alpha and beta (eq. 10) from the statistics of explicitly chosen tokens and their explicit scores."""
+    """alpha and beta (eq. 10) from the statistics of explicitly chosen tokens and their explicit scores.
+
+    With `form="decomposed"` they are the statistics of the content: of q - m_q and k - m_k and of their scores.
+    """
+    check_choice("scope", scope, SCOPES)
+    check_inputs(query, key, same_length="is_causal=True" if is_causal else None)
+    check_causal_options(is_causal, scope, query_padding_mask)
     keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
-    key = _heads(key, query).detach().to(accumulator(key.dtype))
-    query = query.detach().to(accumulator(query.dtype))
+    query, key = (x.detach().to(accumulator(x.dtype)) for x in (query, key))
+    means = read_centers(
+        query,
+        key,
+        form=form,
+        centers=centers,
+        is_causal=is_causal,
+        key_padding_mask=key_padding_mask,
+        query_padding_mask=query_padding_mask,
+    )
+    key = _heads(key, query)
+    if means is not None:
+        query, key = query - means[0].detach(), key - means[1].detach()
     batch, heads, tokens, head_dim = query.shape
 
     def kept(x: Tensor, keep: Tensor | None, sample: int, end: int | None = None) -> Tensor:
@@ -143,7 +232,7 @@ def match_moments(
 
     def scales(sigma_q: Tensor, sigma_k: Tensor, variance: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         count = torch.full_like(variance, num_keys)
-        share = (matched_spread(variance, count, head_dim=head_dim, matching=matching) / 2).sqrt()
+        share = (matched_spread(variance, count, head_dim=head_dim, matching=matching, form=form) / 2).sqrt()
         return tuple(torch.where(sigma > 0, share / sigma, 0.0) for sigma in (sigma_q, sigma_k))  # type: ignore[return-value]
 
     def sigma(x: Tensor) -> Tensor:  # of all entries of each head
@@ -174,24 +263,139 @@ def match_moments(
     return alpha, beta
 
 
+def features(
+    query: Tensor, key: Tensor, alpha: Tensor, beta: Tensor, form: Form, centers: Centers | None
+) -> tuple[Tensor, Tensor]:
+    """a (B, H, N, D) and b (B, H, M, D) of the kernel exp(a_i) . exp(b_j); centres as `read_centers` returns them:
+
+        paper       a_il = alpha q_il     b_jl = beta k_jl
+        unbiased    a_il = alpha q_il     b_jl = beta k_jl - logsumexp_l(beta k_jl)
+        decomposed  a_il = alpha dq_il    b_jl = beta dk_jl - logsumexp_l(beta dk_jl) + m_q . k_j / sqrt(D)
+
+    with dq = q - m_q and dk = k - m_k. The second form divides out that a key with large entries has a large weight for
+    every query; the third puts the weight in its place that softmax attention gives it.
+    """
+    check_choice("form", form, FORMS)
+    key = _heads(key, query)
+    if form == "paper":
+        return query * alpha, key * beta
+    if form == "unbiased":
+        return query * alpha, torch.log_softmax(key * beta, dim=-1)
+    assert centers is not None
+    m_q, m_k = centers
+    column = (m_q * key).sum(dim=-1, keepdim=True) / math.sqrt(query.shape[-1])
+    return (query - m_q) * alpha, torch.log_softmax((key - m_k) * beta, dim=-1) + column
+
+
+def read_centers(
+    query: Tensor,
+    key: Tensor,
+    *,
+    form: Form,
+    centers: Centers | None = None,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    query_padding_mask: Tensor | None = None,
+) -> Centers | None:
+    """m_q and m_k of the decomposed form for each query head, (B or 1, H, 1, D); None for the other forms.
+
+    Raises:
+        TypeError: centers are not two floating point tensors.
+        ValueError: they have another shape, belong to another form, or are missing for causal attention.
+    """
+    check_choice("form", form, FORMS)
+    if form != "decomposed":
+        if centers is not None:
+            raise ValueError(f'centers belong to form="decomposed", not to form={form!r}; leave them out')
+        return None
+    if centers is None:
+        if is_causal:
+            raise ValueError(
+                'form="decomposed" with is_causal=True cannot use means of the sample, which depend on later tokens; '
+                'give centers=, or statistics="running" in a module'
+            )
+        paddings = read_paddings(query, key, key_padding_mask, query_padding_mask)
+        return _mean(query, paddings[0]), _heads(_mean(key, paddings[1]), query)
+    if not isinstance(centers, tuple) or len(centers) != 2:
+        raise TypeError(f"centers must be a tuple of two tensors, (m_q, m_k), got {type(centers).__name__}")
+    return _read_center("m_q", centers[0], query), _heads(_read_center("m_k", centers[1], key), query)
+
+
+def _read_center(name: str, center: Tensor, like: Tensor) -> Tensor:
+    """A centre (heads, D) or (B, heads, D) as (B or 1, heads, 1, D), in the dtype of the tokens."""
+    if not isinstance(center, Tensor) or not center.is_floating_point():
+        what = center.dtype if isinstance(center, Tensor) else type(center).__name__
+        raise TypeError(f"{name} of centers must be a floating point tensor, got {what}")
+    batch, heads, _, head_dim = like.shape
+    if center.shape not in ((heads, head_dim), (batch, heads, head_dim)):
+        raise ValueError(
+            f"{name} of centers must have shape ({heads}, {head_dim}) or ({batch}, {heads}, {head_dim}), "
+            f"got {tuple(center.shape)}"
+        )
+    if center.device != like.device:
+        raise ValueError(f"{name} of centers is on {center.device} but the tokens are on {like.device}; move it there")
+    return center.to(like.dtype).reshape(-1, heads, 1, head_dim)
+
+
+def _mean(x: Tensor, keep: Tensor | None) -> Tensor:
+    """Mean (B, heads, 1, D) of the kept tokens of each sample; 0 where there is none."""
+    kept = [x[s] if keep is None else x[s][:, keep[s]] for s in range(x.shape[0])]
+    return torch.stack([tokens.sum(dim=1, keepdim=True) / max(tokens.shape[1], 1) for tokens in kept])
+
+
 def _weights(
     query: Tensor,
     key: Tensor,
-    kind: Kind,
     key_padding_mask: Tensor | None,
     is_causal: bool,
     block_size: int | None = None,
+    near: Near = "blocks",
 ) -> Tensor:
+    """The matrix of softmax attention, with `block_size` that of near tokens."""
     scores = query @ _heads(key, query).mT / math.sqrt(query.shape[-1])
     allowed = _allowed(query, key, key_padding_mask, is_causal)
-    if kind == "block_diagonal":
-        assert block_size is not None
+    if block_size is not None:
         _, keep = read_paddings(query, key, key_padding_mask, None)
         kept = kept_tokens(keep, query)
-        block = (kept.cumsum(dim=1) - 1) // block_size
-        same_block = block[:, None, :, None] == block[:, None, None, :]
-        allowed = allowed & same_block & kept[:, None, :, None]  # a token that is not kept lies in no block
+        number = kept.cumsum(dim=1) - 1  # of kept tokens
+        i, j = number[:, None, :, None], number[:, None, None, :]
+        if near == "blocks":
+            is_near = i // block_size == j // block_size
+        elif is_causal:
+            is_near = (i - block_size < j) & (j <= i)
+        else:
+            is_near = (i - (block_size - 1) // 2 <= j) & (j <= i + block_size // 2)
+        allowed = allowed & is_near & kept[:, None, :, None]  # a token that is not kept lies in no block or window
     return _normalise(scores, allowed)
+
+
+def _read_cu_seqlens(cu_seqlens: Tensor, query: Tensor, options: dict[str, Any]) -> list[int]:
+    """Where the sequences start, and where the last one ends."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype is not torch.int32:
+        what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens must be an int32 tensor, got {what}; convert with .int()")
+    for name in ("key_padding_mask", "query_padding_mask"):
+        if options.get(name) is not None:
+            raise ValueError(f"packed sequences hold no padding; give cu_seqlens or {name}, not both")
+    if options.get("scope", "sample") != "sample":
+        raise ValueError('with cu_seqlens each sequence has its own statistics; use scope="sample"')
+    batch, total = query.shape[0], query.shape[2]
+    if batch != 1:
+        raise ValueError(f"with cu_seqlens all sequences are in one sample, (1, heads, tokens, D); got batch {batch}")
+    ends: list[int] = cu_seqlens.tolist() if cu_seqlens.dim() == 1 else []
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != total or any(end < start for start, end in pairwise(ends)):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {total}, in a tensor (sequences + 1,); "
+            f"got {cu_seqlens.tolist()}"
+        )
+    return ends
+
+
+def _part(scale: float | Tensor | None, start: int, end: int, total: int) -> float | Tensor | None:
+    """The tokens of one sequence of a (1, H, total) alpha or beta."""
+    if isinstance(scale, Tensor) and scale.dim() == 3 and scale.shape[2] == total:
+        return scale[:, :, start:end]
+    return scale
 
 
 def _allowed(query: Tensor, key: Tensor, key_padding_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -211,3 +415,10 @@ def _normalise(log_weights: Tensor, allowed: Tensor) -> Tensor:
 
 def _heads(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def _broadcast_scale(name: str, given: float | Tensor | None, matched: Tensor, tokens: Tensor, *, heads: int) -> Tensor:
+    """The alpha or beta that was given, or else the matched one, as a tensor that broadcasts to (B, H, tokens, 1)."""
+    if given is not None:
+        return read_scale(name, given, tokens, heads=heads)[..., None]
+    return matched[..., None] if matched.dim() == 3 else matched[..., None, None]

@@ -15,12 +15,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from lln.backends.torch.blocks import block_diagonal_attention
+from lln.backends.torch.causal import causal_attention
+from lln.backends.torch.summary import KeySummary, absent, empty_summary, merge, recall, remember
 from lln.checks import check_block_size, check_choice, check_inputs, check_scale, check_values, is_recorded
 from lln.curves import MATCHINGS, Matching
-from lln.functional import broadcast_scale
-from lln.kernels import plain
 from lln.masks import blank, kept_tokens, read_padding, take_tokens
-from lln.moments import PrefixSums, accumulator, autocast_is_on, empty_sums, prefix_moments
+from lln.moments import PrefixSums, empty_sums, prefix_moments
+from lln.precision import accumulator, autocast_is_on
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class LLNState:
             if scale is not None:
                 given = torch.as_tensor(scale, dtype=accumulator(dtype), device=device)
                 scales[name] = (given if given.dim() == 2 else given.reshape(1, -1)).expand(batch, heads)
-        memory = plain.empty_memory(batch, heads, head_dim, value_dim, like)
+        memory = empty_summary(batch, heads, head_dim, value_dim, like)
         sums = empty_sums(memory.values)
         recent = {}
         if block_size is not None:
@@ -128,14 +130,16 @@ class LLNState:
         matched: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.alpha is None or self.beta is None:
             matched = moments.scales(head_dim=query.shape[3], matching=self.matching)
-        alpha = broadcast_scale("alpha", self.alpha, matched[0], query, heads=query.shape[1])
-        beta = broadcast_scale("beta", self.beta, matched[1], key, heads=query.shape[1])
-        memory = plain.Memory(self.mass, self.values)
+        alpha, beta = (
+            given[..., None, None] if given is not None else found[..., None]  # type: ignore[index]
+            for given, found in zip((self.alpha, self.beta), matched, strict=True)
+        )
+        memory = KeySummary(self.mass, self.values)
         if query.shape[2] == 1:  # a third of the time of a causal chunk
-            memory = plain.merge(memory, plain.remember(key, value, beta, keep, heads=query.shape[1]))
-            far = plain.recall(query, alpha, memory)
+            memory = merge(memory, remember(key, value, beta, keep, heads=query.shape[1]))
+            far = recall(query, alpha, memory)
         else:
-            far, memory = plain.causal_attention(query, key, value, alpha, beta, keep, memory)
+            far, memory = causal_attention(query, key, value, alpha, beta, keep, memory)
         state = replace(
             self,
             mass=memory.mass,
@@ -176,7 +180,7 @@ class LLNState:
             raise ValueError(f"states of different shape cannot be merged: {_describe(mine)} and {_describe(theirs)}")
         same = (mine["alpha"] == theirs["alpha"]) & (mine["beta"] == theirs["beta"])
         check_values(same, "states with different alpha or beta cannot be merged; give both the same")
-        memory = plain.merge(plain.Memory(self.mass, self.values), plain.Memory(later.mass, later.values))
+        memory = merge(KeySummary(self.mass, self.values), KeySummary(later.mass, later.values))
         recent_key, recent_value = self.recent_key, self.recent_value
         if recent_key is not None and recent_value is not None:
             assert later.recent_key is not None
@@ -228,7 +232,7 @@ class LLNState:
         size = self.recent_key.shape[2]
         begun = _filled(self.count % size, size)
         absent_query = query.new_zeros(*query.shape[:2], size, query.shape[3])
-        near = plain.block_diagonal_attention(
+        near = block_diagonal_attention(
             torch.cat((absent_query, query), dim=2),
             torch.cat((self.recent_key, key), dim=2),
             torch.cat((self.recent_value, value), dim=2),
@@ -248,7 +252,7 @@ class LLNState:
         )
         scores = (query.to(dtype) * query.shape[3] ** -0.5) @ k.mT
         outside = ~_filled(self.count % size + 1, size)[:, None, None, :]
-        weights = torch.softmax(scores.masked_fill(outside, plain.absent(dtype)), dim=-1)
+        weights = torch.softmax(scores.masked_fill(outside, absent(dtype)), dim=-1)
         return weights @ v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import lln
 from lln.instruments import Recorder, read_records, spectral_gap, write_table
 from lln.instruments.capture import Capture
-from lln.nn import LLNAttention, LLNDiagAttention, MultiheadAttention
+from lln.multihead import MultiheadAttention
+from lln.nn import LLNAttention, LLNDiagAttention
 
 transformers = pytest.importorskip("transformers")
 

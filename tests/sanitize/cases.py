@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import lln
-from lln.kernels import build, explain
+from lln.backends import explain
+from lln.backends.cpu import build
 
 CASES = 200
 WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136, 256)
@@ -157,7 +158,7 @@ def run(case: Case) -> None:
     scales = {} if case.attention == "block_diagonal_attention" else make_scales(case)
     given = {name: scale for name, scale in scales.items() if name != "matching"}
     reason = explain(*inputs, is_causal=case.is_causal, block_size=options.get("block_size"), **given)
-    assert reason.startswith("cpu_fused: yes"), reason
+    assert reason.startswith("cpu: yes"), reason
     attention = getattr(lln, case.attention)
     with torch.no_grad():
         results = [attention(*inputs, **options, **scales)]

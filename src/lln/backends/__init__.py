@@ -1,9 +1,76 @@
-"""How attention is computed.
+"""Which code computes attention, and why.
 
-`plain` is torch alone: any device, compiles, exports, differentiates twice. `fused` is C for CPUs, built at first use.
-`explain` says which of them an input takes, and why; `LLN_KERNEL=torch` makes all take the first.
+- `cpu`: C for CPUs, built at first use (float32, float16, bfloat16);
+- `torch`: plain torch, on any device; compiles, exports, differentiates twice.
+
+The first that can takes the problem. `LLN_BACKEND=torch` (or another name) leaves only that one and `torch`.
 """
 
-from lln.kernels.dispatch import explain
+import os
+from dataclasses import replace
+from typing import Any, Unpack
 
-__all__ = ["explain"]
+from torch import Tensor
+
+from lln.backends.base import Backend
+from lln.backends.cpu import CpuBackend
+from lln.backends.torch import TorchBackend
+from lln.forms import in_paper_form
+from lln.problem import Options, Problem
+
+BACKENDS: tuple[Backend, ...] = (CpuBackend(), TorchBackend())
+
+__all__ = ["BACKENDS", "Backend", "attention", "choose", "explain"]
+
+
+def attention(problem: Problem) -> Tensor:
+    """Compute a problem with the first backend that can."""
+    if problem.is_empty:
+        return problem.output_of_nothing()
+    if problem.form == "paper" or not problem.far:
+        return choose(problem).attention(problem)
+    # Only the far part has a form: its inputs are not those of the near part.
+    far = replace(in_paper_form(problem), near=None, block_size=0)
+    output = choose(far).attention(far)
+    if problem.near is None:
+        return output
+    near = replace(problem, far=False)
+    return (output + choose(near).attention(near)) / 2
+
+
+def choose(problem: Problem) -> Backend:
+    """The first backend that can compute a problem; the last one, plain torch, always can."""
+    for backend in BACKENDS[:-1]:
+        if disabled_reason(backend.name) is None and backend.why_not(problem) is None:
+            return backend
+    return BACKENDS[-1]
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> str:
+    """The backends that can compute this attention, with the reasons of those that cannot: "cpu: yes; torch: yes".
+
+    The first that says yes is taken. Options are those of `lln.lln_diag_attention`; without `block_size` it is about
+    `lln.lln_attention`.
+
+    Raises:
+        TypeError, ValueError: the input is refused by the attention functions, too.
+    """
+    given: dict[str, Any] = dict(options)
+    if given.pop("cu_seqlens", None) is not None:
+        raise ValueError("explain is about one batch; leave cu_seqlens out")
+    near = given.pop("near", "blocks") if given.get("block_size") is not None else None
+    problem = in_paper_form(Problem.make(query, key, value, far=True, near=near, **given))
+    reasons = ((x.name, disabled_reason(x.name) or x.why_not(problem)) for x in BACKENDS)
+    return "; ".join(f"{name}: {'yes' if reason is None else f'no, {reason}'}" for name, reason in reasons)
+
+
+def disabled_reason(name: str) -> str | None:
+    """Why a backend is not used whatever the problem: the environment variable LLN_BACKEND names another one."""
+    wanted = os.environ.get("LLN_BACKEND", "")
+    if wanted and wanted not in (names := [x.name for x in BACKENDS]):
+        raise ValueError(f"LLN_BACKEND must be {', '.join(names)} or not set, got {wanted!r}")
+    return f"LLN_BACKEND={wanted}" if wanted and name not in (wanted, "torch") else None
+
+
+# All that torch.compiler.assume_constant_result does; calling it would import the compiler, which takes seconds.
+disabled_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lln import kernels
+from lln import backends
 from lln.bench import candidates
 from lln.bench.candidates import MECHANISMS, CannotRunError, Setting
 from lln.bench.fresh import in_fresh_process
@@ -58,9 +58,8 @@ def compare_attention(
 
 def kernel_in_use(setting: Setting) -> dict[str, str | None]:
     """What computes LLN attention here: the environment's switch, and the dispatch's own words where there are any."""
-    explain = getattr(kernels, "explain", None)
-    words = None if explain is None else str(explain(*candidates.random_inputs(setting, SMALL)))
-    return {"LLN_KERNEL": os.environ.get("LLN_KERNEL"), "explained": words}
+    words = backends.explain(*candidates.random_inputs(setting, SMALL))
+    return {"LLN_BACKEND": os.environ.get("LLN_BACKEND"), "explained": words}
 
 
 def _compare_at(

@@ -169,15 +169,15 @@ def _plain_lln(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) ->
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """No compiled kernel inside."""
-    before = os.environ.get("LLN_KERNEL")
-    os.environ["LLN_KERNEL"] = "torch"
+    before = os.environ.get("LLN_BACKEND")
+    os.environ["LLN_BACKEND"] = "torch"
     try:
         yield
     finally:
         if before is None:
-            del os.environ["LLN_KERNEL"]
+            del os.environ["LLN_BACKEND"]
         else:
-            os.environ["LLN_KERNEL"] = before
+            os.environ["LLN_BACKEND"] = before
 
 
 def _performer_package(setting: Setting) -> Callable[..., Tensor]:

@@ -8,7 +8,8 @@ from torch import Tensor
 from lln.curves import Matching
 from lln.functional import block_diagonal_attention, lln_attention
 from lln.masks import blank, read_padding
-from lln.moments import Scope, accumulator
+from lln.moments import Scope
+from lln.precision import accumulator
 
 
 @dataclass(frozen=True)

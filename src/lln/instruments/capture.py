@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.functional import KINDS, broadcast_scale
-from lln.instruments.reading import Options, read
+from lln.functional import KINDS, match_moments
+from lln.instruments.reading import Options, read, scales_of
 from lln.instruments.rows import MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding
-from lln.moments import accumulator, match_moments
-from lln.nn import JoinedBranches, LLNAttention, LLNDiagAttention
-from lln.zoo import Mechanism
-from lln.zoo.core import LLN, BlockDiagonal, LLNDiag
+from lln.nn import JoinedBranches, LLNAttention, Mechanism
+from lln.precision import accumulator
 
 Choose = Callable[[int, int], tuple[int, list[int]]]  # from batch and heads to a sample and some heads
 
@@ -82,19 +80,11 @@ class Capture:
         if self.options.get("kind", "lln") not in ("lln", "lln_diag"):
             return None
         keep = self.options.get("key_padding_mask")
-        matched = match_moments(
-            self.query,
-            self.key,
-            matching=self.options.get("matching", "variance"),
-            scope=self.options.get("scope", "sample"),
-            key_padding_mask=keep,
-            is_causal=self.options.get("is_causal", False),
-        )
         last = -1 if keep is None or not bool(keep.any()) else int(keep[0].nonzero()[-1])
-        heads = len(self.heads)
-        alpha = broadcast_scale("alpha", self.options.get("alpha"), matched[0], self.query, heads=heads)
-        beta = broadcast_scale("beta", self.options.get("beta"), matched[1], self.key, heads=heads)
-        alpha, beta = (x[0, :, last if x.shape[2] > 1 else 0, 0].expand(heads) for x in (alpha, beta))
+        alpha, beta = (
+            x[0, :, last if x.shape[2] > 1 else 0].expand(len(self.heads))
+            for x in scales_of(self.query, self.key, self.options)
+        )
         return alpha, beta
 
 
@@ -112,6 +102,10 @@ def take(
         options["alpha"] = _take_scale(options["alpha"], sample, heads)
     if "beta" in options:
         options["beta"] = _take_scale(options["beta"], sample, heads)
+    centers = options.get("centers")
+    if centers is not None:
+        chosen = (heads, [head // groups for head in heads])
+        options["centers"] = (centers[0].detach()[chosen[0]], centers[1].detach()[chosen[1]])
     if mask is not None:
         mask = mask[sample] if len(mask) > 1 else mask[0]
         mask = (mask[heads] if len(mask) > 1 else mask).clone()
@@ -155,14 +149,8 @@ def from_ours(
     ):
         raise UnreadableError("its queries have a padding of their own (query_padding_mask), which is not read yet")
     keep = read_padding(key_padding_mask, key)
-    options = Options(kind="lln", key_padding_mask=keep, is_causal=is_causal, matching=module.matching)
-    # While training `scales` would update the running averages.
-    given = (module.alpha, module.beta) if module.training else module.scales(query, key)
-    options["alpha"], options["beta"] = given
-    if module.scope == "batch":
-        _match_batch(options, query, key)
-    if isinstance(module, LLNDiagAttention) and module.combine != "scale":
-        options["kind"], options["block_size"] = "lln_diag", module.block_size
+    options = Options(key_padding_mask=keep, is_causal=is_causal)
+    _add_settings(options, module, query, key)
     return _with_share(take(choose, query, key, options), module)
 
 
@@ -193,7 +181,8 @@ def from_hugging_face(
     if implementation.startswith(HF_SOFTMAX) or getattr(module, "attends_elsewhere", False):
         kind, mechanism = "softmax", None
     else:
-        kind = mechanism.record.name if isinstance(mechanism, Mechanism) else implementation
+        read = mechanism.recorded_options(query, key) if isinstance(mechanism, Mechanism) else None
+        kind = read["kind"] if read else mechanism.record.name if mechanism else implementation
     if kind not in KINDS:
         raise UnreadableError(f"attention implementation {kind!r} is neither softmax nor one of {', '.join(KINDS)}")
     for name, what in HF_UNREAD.items():
@@ -211,7 +200,8 @@ def from_hugging_face(
         options = Options(kind=kind, is_causal=causal and implementation != "eager")
         if attention_mask is not None:
             options["key_padding_mask"] = attention_mask.bool()
-        _add_settings(options, mechanism, query, key, scale)
+        if mechanism is not None:
+            _add_settings(options, mechanism, query * scale, key)
         return _with_share(take(choose, query, key, options, scale=scale), mechanism)
     if not isinstance(attention_mask, Tensor):
         raise UnreadableError(f"a mask of type {type(attention_mask).__name__} cannot be read; use attention 'sdpa'")
@@ -223,16 +213,15 @@ def from_hugging_face(
     return take(choose, query, key, Options(kind="softmax"), mask=mask, scale=scale)
 
 
-def _add_settings(options: Options, mechanism: Mechanism | None, query: Tensor, key: Tensor, scale: float) -> None:
-    """The settings of one of our mechanisms in the zoo."""
-    if isinstance(mechanism, LLNDiag) and mechanism.combine == "scale":
-        options["kind"] = "lln"  # as in `from_ours`
-    elif isinstance(mechanism, (LLNDiag, BlockDiagonal)):
-        options["block_size"] = mechanism.block_size
-    if isinstance(mechanism, LLN):
-        options["matching"], options["alpha"], options["beta"] = mechanism.matching, mechanism.alpha, mechanism.beta
-        if mechanism.scope == "batch":
-            _match_batch(options, query * scale, key)
+def _add_settings(options: Options, mechanism: Mechanism, query: Tensor, key: Tensor) -> None:
+    """What a mechanism says of itself."""
+    settings = mechanism.recorded_options(query, key)
+    if settings is None:
+        raise UnreadableError(f"{type(mechanism).__name__} has no matrix that can be read")
+    scope = settings.pop("scope", "sample")
+    options.update(settings)  # type: ignore[typeddict-item]
+    if scope == "batch":
+        _match_batch(options, query, key)
 
 
 def _match_batch(options: Options, query: Tensor, key: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.nn.functional import linear, pad
 
 from lln.instruments.capture import Capture, Choose
 from lln.instruments.reading import Options
-from lln.moments import accumulator
+from lln.precision import accumulator
 
 
 def from_torch(

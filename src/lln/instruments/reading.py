@@ -7,17 +7,20 @@ Shapes: B batch, H heads, N queries, M keys, D features.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from lln.checks import FLOATS, check_block_size, check_choice, check_inputs
-from lln.curves import MATCHINGS, Matching
-from lln.functional import KINDS, Kind, broadcast_scale
+from lln.curves import MATCHINGS, Form, Matching
+from lln.forms import in_paper_form
+from lln.functional import KINDS, Kind
 from lln.instruments.rows import CHUNK_ENTRIES, CHUNK_ROWS, LLNRows, MatrixRows, MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding, read_paddings
-from lln.moments import SCOPES, Scope, accumulator, chunks, match_moments
+from lln.moments import SCOPES, Scope, chunks
+from lln.precision import accumulator
+from lln.problem import Centers, FarOptions, Problem
 
 # How far the sum of a row may be from 1, by the precision the matrix was computed in.
 SUM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -34,6 +37,8 @@ class Options(TypedDict, total=False):
     beta: float | Tensor | None
     matching: Matching
     scope: Scope
+    form: Form
+    centers: Centers | None
 
 
 @torch.no_grad()
@@ -161,22 +166,26 @@ def _read_inputs(query: Tensor, key: Tensor, options: Options) -> Iterator[Rows]
 
 
 def scaled_inputs(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """a = alpha q (B, H, N, D) and b = beta k (B, H, M, D), with the alpha and beta given or matched."""
-    alpha, beta = options.get("alpha"), options.get("beta")
-    matched: tuple[Tensor | None, Tensor | None] = (None, None)
-    if alpha is None or beta is None:
-        matched = match_moments(
-            query,
-            key,
-            matching=options.get("matching", "variance"),
-            scope=options.get("scope", "sample"),
-            key_padding_mask=options.get("key_padding_mask"),
-            is_causal=options.get("is_causal", False),
-        )
-    heads, dtype = query.shape[1], accumulator(query.dtype)
-    a = query.to(dtype) * broadcast_scale("alpha", alpha, matched[0], query, heads=heads)
-    b = repeat_heads(key, query).to(dtype) * broadcast_scale("beta", beta, matched[1], key, heads=heads)
+    """a (B, H, N, D) and b (B, H, M, D) of the kernel exp(a_i) . exp(b_j), see `lln.forms`."""
+    problem = in_paper_form(_problem(query, key, options))
+    alpha, beta = problem.scales()
+    dtype = accumulator(query.dtype)
+    a = problem.query.to(dtype) * alpha[..., None]
+    b = repeat_heads(problem.key, query).to(dtype) * beta[..., None]
+    if problem.key_weight is not None:
+        b = b + problem.key_weight[..., None]
     return a, b
+
+
+def scales_of(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """alpha and beta, given or matched, as tensors that broadcast to (B, H, tokens)."""
+    problem = in_paper_form(_problem(query, key, options))
+    return problem.scales()
+
+
+def _problem(query: Tensor, key: Tensor, options: Options) -> Problem:
+    given: dict[str, Any] = {name: x for name, x in options.items() if name in FarOptions.__annotations__}
+    return Problem.make(query, key, key, far=True, near=None, **given)
 
 
 def repeat_heads(key: Tensor, query: Tensor) -> Tensor:

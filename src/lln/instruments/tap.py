@@ -112,7 +112,9 @@ def attentions(model: nn.Module) -> list[tuple[str, nn.Module, Reader]]:
     found: list[tuple[str, nn.Module, Reader]] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if isinstance(module, LLNAttention):
+        if isinstance(mechanism := getattr(module, "mechanism", None), nn.Module):
+            inside.add(id(mechanism))  # of a converted model, which is read where transformers calls it
+        if isinstance(module, LLNAttention) and id(module) not in inside:
             found.append((name, module, from_ours))
         elif isinstance(module, nn.TransformerEncoderLayer) and _is_torch(module.self_attn):
             found.append((f"{name}.self_attn".removeprefix("."), module, from_encoder_layer))

@@ -5,12 +5,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lln.curves import Matching
-from lln.functional import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.functional import block_diagonal_attention
 from lln.masks import blank
-from lln.moments import Scope
-from lln.nn import Combine, JoinedBranches
-from lln.zoo.registry import Mechanism, register
+from lln.nn import LLNAttention, LLNDiagAttention
+from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import on_kept_tokens
 
 PAPER = "Nahshan, Kampeas, Haleva: Linear Log-Normal Attention with Unbiased Concentration"
@@ -27,7 +25,7 @@ PAPER = "Nahshan, Kampeas, Haleva: Linear Log-Normal Attention with Unbiased Con
     padding=True,
     cross=True,
 )
-class Softmax(Mechanism):
+class Softmax(PeerMechanism):
     """out = softmax(q . k / sqrt(D)) v, by torch's scaled_dot_product_attention.
 
     With a causal mask, padding gets zeros.
@@ -47,6 +45,9 @@ class Softmax(Mechanism):
         output = scaled_dot_product_attention(query, blank(key, keep), blank(value, keep), attn_mask=allowed | ~some)
         return output.masked_fill(~some, 0.0)
 
+    def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
+        return {"kind": "softmax"}
+
 
 @register(
     name="block_diagonal",
@@ -59,7 +60,7 @@ class Softmax(Mechanism):
     padding=True,
     cross=False,
 )
-class BlockDiagonal(Mechanism):
+class BlockDiagonal(PeerMechanism):
     """Softmax attention inside blocks of C tokens."""
 
     def __init__(self, *, num_heads: int, head_dim: int, max_len: int | None = None, block_size: int = 64) -> None:
@@ -71,8 +72,11 @@ class BlockDiagonal(Mechanism):
             query, key, value, block_size=self.block_size, key_padding_mask=keep, is_causal=is_causal
         )
 
+    def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
+        return {"kind": "block_diagonal", "block_size": self.block_size}
 
-@register(
+
+register(
     name="lln",
     title="LLN Attention",
     paper=PAPER,
@@ -82,39 +86,9 @@ class BlockDiagonal(Mechanism):
     causal=True,
     padding=True,
     cross=True,
-)
-class LLN(Mechanism):
-    """exp(alpha q) . exp(beta k), normalised, with alpha and beta from moment matching or given."""
+)(LLNAttention)
 
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        head_dim: int,
-        max_len: int | None = None,
-        matching: Matching = "variance",
-        scope: Scope = "sample",
-        alpha: float | None = None,
-        beta: float | None = None,
-    ) -> None:
-        super().__init__(num_heads=num_heads, head_dim=head_dim, max_len=max_len)
-        self.matching, self.scope, self.alpha, self.beta = matching, scope, alpha, beta
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
-        return lln_attention(
-            query,
-            key,
-            value,
-            key_padding_mask=keep,
-            is_causal=is_causal,
-            alpha=self.alpha,
-            beta=self.beta,
-            matching=self.matching,
-            scope=self.scope,
-        )
-
-
-@register(
+register(
     name="lln_diag",
     title="LLN+Diag Attention",
     paper=PAPER,
@@ -124,49 +98,4 @@ class LLN(Mechanism):
     causal=True,
     padding=True,
     cross=False,
-)
-class LLNDiag(LLN, JoinedBranches):
-    """LLN attention and softmax attention inside blocks of C tokens: their average, or a learned mixture."""
-
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        head_dim: int,
-        max_len: int | None = None,
-        block_size: int = 64,
-        combine: Combine = "average",
-        share: float = 0.5,
-        matching: Matching = "variance",
-        scope: Scope = "sample",
-        alpha: float | None = None,
-        beta: float | None = None,
-    ) -> None:
-        super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            max_len=max_len,
-            matching=matching,
-            scope=scope,
-            alpha=alpha,
-            beta=beta,
-        )
-        self.block_size = block_size
-        self._prepare_join(combine, share, num_heads, head_dim)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
-        masks: dict[str, Any] = {"key_padding_mask": keep, "is_causal": is_causal}
-        if self.combine != "average":
-            near = block_diagonal_attention(query, key, value, block_size=self.block_size, **masks)
-            return self.join(super().attend(query, key, value, keep, is_causal), near)
-        return lln_diag_attention(
-            query,
-            key,
-            value,
-            block_size=self.block_size,
-            alpha=self.alpha,
-            beta=self.beta,
-            matching=self.matching,
-            scope=self.scope,
-            **masks,
-        )
+)(LLNDiagAttention)

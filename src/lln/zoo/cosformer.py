@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lln.masks import kept_tokens
-from lln.moments import accumulator
+from lln.precision import accumulator
 from lln.zoo.linear import Features, linear_attention
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 
 
 @register(
@@ -22,7 +22,7 @@ from lln.zoo.registry import Mechanism, register
     padding=True,
     cross=True,
 )
-class CosFormer(Mechanism):
+class CosFormer(PeerMechanism):
     """P_ij ~ relu(q_i) . relu(k_j) cos(pi/2 (i - j) / L), linear because cos(x - y) = cos x cos y + sin x sin y.
 
     Positions i and j count kept tokens. L is `max_len` or, without it, the number of tokens in the sample, as in the

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lln.masks import blank
-from lln.moments import accumulator
+from lln.precision import accumulator
 from lln.zoo.core import PAPER
 from lln.zoo.linear import linear_attention, weighted_mean
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 
 
-class FeatureMap(Mechanism):
+class FeatureMap(PeerMechanism):
     """Linear attention with a feature map that works on each entry by itself."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
@@ -86,7 +86,7 @@ class Quadratic(FeatureMap):
         return x.square()
 
 
-class Kernel(Mechanism):
+class Kernel(PeerMechanism):
     """Attention with weights that are a function of each score q . k / sqrt(D), by the explicit matrix."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lln.backends.torch.summary import collect
 from lln.checks import check_at_least
-from lln.kernels.plain import collect
 from lln.moments import CHUNK_TOKENS, chunks
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import blocks, join_blocks, on_kept_tokens
 
 
@@ -26,7 +26,7 @@ from lln.zoo.window import blocks, join_blocks, on_kept_tokens
     cross=False,
     left_outside="the gate and the output projection, the one projection that queries and keys share, position bias",
 )
-class Flash(Mechanism):
+class Flash(PeerMechanism):
     """out_i = sum over j in the chunk of i of relu(q_i . k_j / C)² v_j  +  q'_i . sum over chunks of K'ᵀ V / n
 
     where q, q' (of `query`) and k, k' (of `key`) each have a scale and an offset of their own for every feature, which

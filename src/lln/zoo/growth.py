@@ -10,7 +10,8 @@ import time
 
 import torch
 
-from lln.zoo.registry import Mechanism, build, describe, names
+from lln.nn import Mechanism
+from lln.zoo.registry import build, describe, names
 
 HEADS, HEAD_DIM = 2, 64
 HEADER = ("name", "time, ms", "growth", "causal time, ms", "growth", "memory, MB", "growth")

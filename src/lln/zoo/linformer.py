@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor, nn
 
+from lln.backends.torch.summary import collect
 from lln.checks import check_at_least
-from lln.kernels.plain import collect
 from lln.masks import blank, front_order, take_tokens
-from lln.moments import accumulator, chunks
-from lln.zoo.registry import Mechanism, register
+from lln.moments import chunks
+from lln.precision import accumulator
+from lln.zoo.registry import PeerMechanism, register
 
 # The paper's experiments use 128 and 256 rows for 512 tokens.
 RANK = 128
@@ -27,7 +28,7 @@ RANK = 128
     checked_against="linformer 0.2.3 with the same projections",
     needs_max_len=True,
 )
-class Linformer(Mechanism):
+class Linformer(PeerMechanism):
     """out = softmax(q (E k)ᵀ / sqrt(D)) (F v) with learned E and F, R x max_len; column j is for the j-th kept token.
 
     With `share_kv` E and F are the same.

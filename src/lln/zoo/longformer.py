@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lln.checks import check_at_least
 from lln.masks import kept_tokens
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import Extra, masked_softmax, on_kept_tokens, window_attention
 
 
@@ -24,7 +24,7 @@ from lln.zoo.window import Extra, masked_softmax, on_kept_tokens, window_attenti
     checked_against="transformers 5.22.2 (LongformerSelfAttention), local-attention 1.11.2 (causal)",
     left_outside="projections of their own for the global tokens; dilated windows",
 )
-class Longformer(Mechanism):
+class Longformer(PeerMechanism):
     """out_i = sum over j in S_i of softmax(q_i . k_j / sqrt(D)) v_j, where
 
         S_i = {j : |i - j| <= w or j < g}  for i >= g      S_i = everything  for i < g

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
+from lln.backends.torch.summary import absent
 from lln.checks import check_at_least
-from lln.kernels.plain import absent
 from lln.masks import blank, front_order, kept_tokens, take_tokens
-from lln.moments import accumulator
-from lln.zoo.registry import Mechanism, register
+from lln.precision import accumulator
+from lln.zoo.registry import PeerMechanism, register
 
 # Landmarks and steps of the iteration in the Nyströmformer paper, which found six steps to be enough.
 LANDMARKS = 64
@@ -59,7 +59,7 @@ def refine_inverse(matrix: Tensor, start: Tensor, iterations: int) -> Tensor:
     cross=True,
     checked_against="nystrom-attention 0.0.14 and transformers 5.22.2 (NystromformerSelfAttention), unpadded",
 )
-class Nystrom(Mechanism):
+class Nystrom(PeerMechanism):
     """out = softmax(q k~ᵀ) softmax(q~ k~ᵀ)+ softmax(q~ kᵀ) v, scores over sqrt(D), with landmarks q~ and k~.
 
     Landmarks are means of segments of kept tokens. With `conv_kernel` a depthwise convolution of the values along the

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lln.backends.torch.causal import causal_attention
+from lln.backends.torch.summary import collect, empty_summary, merge, recall, remember
 from lln.checks import check_at_least
-from lln.kernels.plain import causal_attention, collect, empty_memory, merge, recall, remember
 from lln.masks import blank
-from lln.moments import accumulator, chunks
-from lln.zoo.registry import Mechanism, register
+from lln.moments import chunks
+from lln.precision import accumulator
+from lln.zoo.registry import PeerMechanism, register
 
 
-class RandomFeatures(Mechanism):
+class RandomFeatures(PeerMechanism):
     """Owner of the random vectors `projection` (H, F, D)."""
 
     projection: Tensor
@@ -127,7 +129,7 @@ class Performer(RandomFeatures):
             return k @ w.mT - k.square().sum(dim=-1, keepdim=True) / 2, value[:, :, part], kept
 
         def parts() -> Iterator[Tensor]:  # a and b are wider than the heads: they are there for one piece at a time
-            memory = empty_memory(query.shape[0], self.num_heads, self.num_features, value.shape[3], query)
+            memory = empty_summary(query.shape[0], self.num_heads, self.num_features, value.shape[3], query)
             if not is_causal:
                 for part in chunks(key.shape[2]):
                     b, v, kept = keys(part)

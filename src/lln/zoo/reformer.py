@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+from lln.backends.torch.summary import absent
 from lln.checks import check_at_least
-from lln.kernels.plain import absent
 from lln.masks import kept_tokens
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import on_kept_tokens
 
 # The score of a token for itself where queries are keys: it would win every softmax, so it is to count only when there
@@ -33,7 +33,7 @@ SELF_SCORE = -5e4
         "The published form, in which the query is the key, is shared_qk=True; the default is False"
     ),
 )
-class Reformer(Mechanism):
+class Reformer(PeerMechanism):
     """In each of R = `rounds` rounds, sort tokens by their bucket and let chunks see themselves and the one before,
 
         bucket(x) = argmax over [x R_r, -x R_r]      out = sum_r exp(z_r - logsumexp_r z_r) out_r

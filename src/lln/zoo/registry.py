@@ -2,18 +2,20 @@
 
 A mechanism is a module on (query, key, value), each (B, H, tokens, D), described by a `Record`. The record is what the
 documentation, the command line and the error messages are made from, so it is the one place that says what a mechanism
-can do; `Mechanism.forward` refuses what it says cannot be done, and reads masks in the one place that reads masks.
+can do; `PeerMechanism.forward` refuses what it says cannot be done, and reads masks in the one place that reads masks.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lln.checks import check_inputs
 from lln.masks import read_padding
+from lln.nn import Mechanism
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Record:
         return "N²" not in self.time + self.memory and "N log" not in self.time
 
 
-class Mechanism(nn.Module):
-    """Base of all mechanisms: subclasses implement `attend` on checked input, with equally many heads everywhere."""
+class PeerMechanism(Mechanism):
+    """Base of published mechanisms: they implement `attend` on checked input, with equally many heads everywhere."""
 
     record: ClassVar[Record]
 
@@ -99,9 +101,10 @@ def register(**record: Any) -> Callable[[M], M]:
     """Class decorator: describe a mechanism and enter it under its name."""
 
     def enter(mechanism: M) -> M:
-        mechanism.record = Record(**record)
-        assert mechanism.record.name not in _REGISTRY, mechanism.record.name
-        _REGISTRY[mechanism.record.name] = mechanism
+        entry = Record(**record)
+        assert entry.name not in _REGISTRY, entry.name
+        mechanism.record = entry
+        _REGISTRY[entry.name] = mechanism
         return mechanism
 
     return enter
@@ -114,19 +117,38 @@ def names() -> list[str]:
 
 def describe(name: str) -> Record:
     """The record of a mechanism."""
-    return _lookup(name).record
+    record: Record = _lookup(name).record
+    return record
 
 
 def build(name: str, *, num_heads: int, head_dim: int, max_len: int | None = None, **options: Any) -> Mechanism:
     """A mechanism by name; its options are the keyword arguments of its class."""
-    mechanism = _lookup(name)
+    mechanism: Any = _lookup(name)
     if mechanism.record.needs_max_len and max_len is None:
         raise ValueError(f"{name} has parameters for each position: say max_len=, the longest input it will see")
-    known = [p for p in inspect.signature(mechanism).parameters if p not in ("num_heads", "head_dim", "max_len")]
-    unknown = sorted(set(options) - set(known))
+    known = _options(name)
+    unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise TypeError(f"{name} has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
-    return mechanism(num_heads=num_heads, head_dim=head_dim, max_len=max_len, **options)
+    if "max_len" in inspect.signature(mechanism).parameters:
+        options["max_len"] = max_len
+    built: Mechanism = mechanism(num_heads=num_heads, head_dim=head_dim, **options)
+    return built
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options, as a user has typed them, that a mechanism does not have, and values of another type.
+
+    Raises:
+        ValueError: names the option, and the options that there are with their types and defaults.
+    """
+    known = _options(name)
+    for option, value in options.items():
+        if option not in known:
+            listed = "; ".join(map(str, known.values())) or "none"
+            raise ValueError(f"{name} has no option {option}; its options are: {listed}")
+        if not _fits(value, known[option].annotation):
+            raise ValueError(f"the option {option} of {name} cannot be {value!r}; expected {known[option]}")
 
 
 def _lookup(name: str) -> type[Mechanism]:
@@ -135,5 +157,25 @@ def _lookup(name: str) -> type[Mechanism]:
     return _REGISTRY[name]
 
 
+def _options(name: str) -> dict[str, inspect.Parameter]:
+    """The options of a mechanism, with their types and defaults."""
+    parameters = inspect.signature(_lookup(name), eval_str=True).parameters
+    return {key: value for key, value in parameters.items() if key not in ("num_heads", "head_dim", "max_len")}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type. A whole number is a float too, but True is no number."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    kind = get_origin(kind) or kind
+    if not isinstance(kind, type):
+        return True  # such as Any
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
 def _with(ability: str) -> str:
-    return ", ".join(name for name, mechanism in _REGISTRY.items() if getattr(mechanism.record, ability))
+    return ", ".join(name for name in _REGISTRY if getattr(describe(name), ability))

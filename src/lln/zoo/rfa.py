@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from lln.masks import kept_tokens
-from lln.moments import accumulator
+from lln.precision import accumulator
 from lln.zoo.linear import linear_attention, weighted_mean
 from lln.zoo.performer import RandomFeatures
 from lln.zoo.registry import register

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from lln.backends.torch.summary import collect
 from lln.checks import check_at_least
-from lln.kernels.plain import collect
 from lln.masks import blank
-from lln.moments import accumulator, chunks, pieces
+from lln.moments import chunks, pieces
+from lln.precision import accumulator
 from lln.zoo.nystrom import ITERATIONS, LANDMARKS, landmarks, refine_inverse
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 
 # Added to the diagonal of the landmarks' kernel matrix, which is 1: landmarks that nearly coincide make it singular.
 # A tenth of the smallest eigenvalue that six steps of the iteration resolve, (13/4)^-6 = 8e-4, so that it costs no
@@ -28,7 +29,7 @@ RIDGE = 1e-4
     cross=True,
     left_outside="the sampling of landmarks: here they are means of segments of kept tokens",
 )
-class Skyformer(Mechanism):
+class Skyformer(PeerMechanism):
     """out = C v with C_ij = exp(-|q_i - k_j|² / (2 sqrt(D))), not normalised, approximated by landmarks z as
 
         C ~ G(q, z) (G(z, z) + ridge I)^-1 G(z, k)

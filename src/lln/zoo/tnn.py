@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
 
+from lln.backends.torch.causal import CAUSAL_CHUNK
 from lln.checks import check_at_least
-from lln.kernels.plain import CAUSAL_CHUNK
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import blocks, check_value_width, join_blocks, on_kept_tokens, rms_norm, split_heads
 
 
@@ -25,7 +25,7 @@ from lln.zoo.window import blocks, check_value_width, join_blocks, on_kept_token
     cross=False,
     left_outside="the projections of gate and value, the gated feed-forward part; key takes no part in it",
 )
-class TNN(Mechanism):
+class TNN(PeerMechanism):
     """out_i = silu(q_i) * sum_j t(i - j) silu(v_j), feature by feature: the gated Toeplitz unit, with q as its gate.
 
         t(p) = decay^|p| network(p)         no j > i with a causal mask

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from lln.backends.torch.summary import absent
 from lln.checks import check_at_least
-from lln.kernels.plain import absent
 from lln.masks import blank, kept_tokens
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import (
     Extra,
     check_value_width,
@@ -34,7 +34,7 @@ from lln.zoo.window import (
         "projection weights from the input of the layer (here from the keys of the head)"
     ),
 )
-class TransformerLS(Mechanism):
+class TransformerLS(PeerMechanism):
     """One softmax over two kinds of keys,
 
         out_i = softmax(q_i . [K'_S(i), K*] / sqrt(D)) [V'_S(i), V*]

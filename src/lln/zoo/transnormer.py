@@ -18,7 +18,7 @@ from torch.nn.functional import elu, layer_norm
 from lln.checks import check_at_least, check_choice
 from lln.functional import block_diagonal_attention
 from lln.zoo.linear import linear_attention
-from lln.zoo.registry import Mechanism, register
+from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import (
     blocks,
     check_value_width,
@@ -47,7 +47,7 @@ RECORD = {
 }
 
 
-class TransNormer(Mechanism):
+class TransNormer(PeerMechanism):
     """One layer of it:
 
         linear   out = norm(sum_j (phi(q_i) . phi(k_j)) v_j)        the norm takes the place of the sum of the weights

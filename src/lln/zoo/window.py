@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lln.kernels.plain import absent, collect
+from lln.backends.torch.summary import absent, collect
 from lln.masks import blank, front_order, take_tokens
-from lln.moments import CHUNK_TOKENS, accumulator, chunks
+from lln.moments import CHUNK_TOKENS, chunks
+from lln.precision import accumulator
 
 # Under the root of the mean square, so that a row of zeros (no score above 0) stays zero and has a finite gradient.
 # The authors of TransNormer and TNN add 1e-8 to the root mean square itself, whose gradient at zero is not a number.

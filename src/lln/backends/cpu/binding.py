@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from lln import curves
+from lln.backends.cpu.build import load
 from lln.curves import Matching
-from lln.kernels.build import load
 
+# What the tiles of the C code can hold.
+MAX_WIDTH, MAX_BLOCK = 256, 1024
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 JOB = struct.Struct("=14q16q2q8q2q3q6d16q2q")  # the fields of `Job` in cpu/job.h
 NO_TENSOR = (0, 0, 0, 0)

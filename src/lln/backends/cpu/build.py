@@ -77,7 +77,7 @@ def build(flavour: str) -> Path:
     """
     compiler = _compiler()
     sources = sorted(
-        (file.name, file.read_bytes()) for file in files("lln.kernels").joinpath("cpu").iterdir() if file.is_file()
+        (file.name, file.read_bytes()) for file in files("lln.backends.cpu").joinpath("src").iterdir() if file.is_file()
     )
     flags = [*FLAGS, *FLAVOURS[flavour][0]]
     key = hashlib.sha256(repr((sources, _version(compiler), flags, platform.machine())).encode()).hexdigest()[:16]

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from lln.backends.torch.recompute import Attention, Inputs, Tensors
+from lln.backends.torch.summary import absent, repeat_heads, sum_groups
 from lln.checks import known
-from lln.kernels.memory import absent, repeat_heads, sum_groups
-from lln.kernels.recompute import Attention, Inputs, Tensors
 from lln.masks import blank, front_order, kept_tokens, take_tokens
-from lln.moments import accumulator, chunks, in_full_precision, piece_tokens
+from lln.moments import chunks, piece_tokens
+from lln.precision import accumulator, in_full_precision
 
 
 def block_diagonal_attention(

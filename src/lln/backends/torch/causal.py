@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks import cut_blocks, join_blocks
-from lln.kernels.memory import (
-    Memory,
+from lln.backends.torch.blocks import cut_blocks, join_blocks
+from lln.backends.torch.recompute import Attention, Inputs, Tensors
+from lln.backends.torch.summary import (
+    KeySummary,
     absent,
     add_scale_gradient,
     collect,
@@ -34,20 +35,27 @@ from lln.kernels.memory import (
     sum_groups,
     weighted_keys,
 )
-from lln.kernels.recompute import Attention, Inputs, Tensors
 from lln.masks import blank
-from lln.moments import chunks, in_full_precision
+from lln.moments import chunks
+from lln.precision import in_full_precision
 
 # Tokens that a causal chunk handles with one matrix product; a power of two.
 CAUSAL_CHUNK = 64
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, keep: Tensor | None, memory: Memory
-) -> tuple[Tensor, Memory]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    keep: Tensor | None,
+    memory: KeySummary,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, KeySummary]:
     """LLN attention of every query to the memory and to the kept keys up to its own, and the memory after the last."""
-    output, mass, values = _CAUSAL(query, key, value, alpha, beta, keep, *memory)
-    return output, Memory(mass, values)
+    output, mass, values = _CAUSAL(query, key, value, alpha, beta, keep, weight, *memory)
+    return output, KeySummary(mass, values)
 
 
 def _forward(
@@ -57,17 +65,18 @@ def _forward(
     alpha: Tensor,
     beta: Tensor,
     keep: Tensor | None,
+    weight: Tensor | None,
     mass: Tensor,
     values: Tensor,
 ) -> tuple[Tensors, Tensors]:
     """Output and memory, and the memories that each piece started from."""
     size = size_of_pieces(query, value, query.shape[1])
     starts: list[Tensor] = []
-    memory = Memory(mass, values)
+    memory = KeySummary(mass, values)
 
     def parts() -> Iterator[Tensor]:
         nonlocal memory
-        keys = weighted_keys(key, value, beta, keep, query.shape[1], size)
+        keys = weighted_keys(key, value, beta, keep, weight, query.shape[1], size)
         for (q, scale), (b, v) in zip(scaled_queries(query, alpha, size), keys, strict=True):
             starts.extend(memory)
             output, memory = _segment(q * scale, b, v, memory)
@@ -76,11 +85,11 @@ def _forward(
     return (collect(parts(), query, value.shape[3]), *memory), tuple(starts)
 
 
-def _segment(a: Tensor, b: Tensor, v: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+def _segment(a: Tensor, b: Tensor, v: Tensor, memory: KeySummary) -> tuple[Tensor, KeySummary]:
     """Causal attention of queries a to keys b and values v and to the memory before them, and the memory after."""
     factors, v = _Factors(a, b, memory), cut_blocks(v, _chunk(a))
     output, total, weight, sums = _attend(factors, v, memory)
-    after = Memory(factors.highest[:, :, -1] + weight[:, :, -1].log(), sums[:, :, -1] / weight[:, :, -1, :, None])
+    after = KeySummary(factors.highest[:, :, -1] + weight[:, :, -1].log(), sums[:, :, -1] / weight[:, :, -1, :, None])
     return join_blocks(output / total, a.shape[2]), after
 
 
@@ -94,7 +103,7 @@ def _chunk(a: Tensor) -> int:
 class _Factors:
     """f, e and the decay (B, H, n, C / size, D) of blocks of some size, at first of one token."""
 
-    def __init__(self, a: Tensor, b: Tensor, memory: Memory) -> None:
+    def __init__(self, a: Tensor, b: Tensor, memory: KeySummary) -> None:
         self.in_place = may_overwrite(a, b, *memory)
         size = _chunk(a)
         a, b = cut_blocks(a, size), cut_blocks(b, size, absent(b.dtype))
@@ -127,7 +136,7 @@ class _Factors:
         return torch.stack(halves, dim=4).flatten(3, 5)
 
 
-def _attend(factors: _Factors, v: Tensor, memory: Memory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attend(factors: _Factors, v: Tensor, memory: KeySummary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sums of weighted values (B, H, n, C, V) and of weights for each token, and both before each chunk (and after)."""
     total = factors.own.sum(dim=-1, keepdim=True)
     output = total * v
@@ -151,8 +160,8 @@ def _decay_after(first: Tensor, decay: Tensor) -> Tensor:
 
 
 def _segment_gradients(
-    g: Tensor, a: Tensor, b: Tensor, v: Tensor, memory: Memory, after: Memory
-) -> tuple[Tensor, Tensor, Tensor, Memory]:
+    g: Tensor, a: Tensor, b: Tensor, v: Tensor, memory: KeySummary, after: KeySummary
+) -> tuple[Tensor, Tensor, Tensor, KeySummary]:
     """The gradients of a, b, v and memory, from those of the output and of the memory after.
 
     A weight W_ij = f_i . e_j has the gradient (g_i . v_j - g_i . out_i) / total_i, and hands it on to a_i and b_j as a
@@ -175,7 +184,7 @@ def _segment_gradients(
     da = (g @ sums[:, :, :-1].mT).addcmul_(r, weight[:, :, :-1, None], value=-1).mul_(f)
     dv = e @ d_sums[:, :, 1:]
     db = (v @ d_sums[:, :, 1:].mT).add_(d_weight[:, :, 1:, None]).mul_(e)
-    start = Memory((d_sums[:, :, 0] * memory.values).sum(dim=-1) + d_weight[:, :, 0], d_sums[:, :, 0])
+    start = KeySummary((d_sums[:, :, 0] * memory.values).sum(dim=-1) + d_weight[:, :, 0], d_sums[:, :, 0])
 
     own = again.own
     dv.addcmul_(own.sum(dim=-1, keepdim=True), g)
@@ -253,22 +262,25 @@ def _gradients(
     alpha: Tensor,
     beta: Tensor,
     keep: Tensor | None,
+    weight: Tensor | None,
     *,
     starts: Tensors,
-    after: Memory,
+    after: KeySummary,
     wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value, alpha, beta and memory, piece by piece from the last one to the first."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value, alpha, beta, weight and memory, piece by piece from the last to the first."""
     heads, tokens = query.shape[1], query.shape[2]
     groups, size = heads // key.shape[1], size_of_pieces(query, value, query.shape[1])
     d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))
     d_alpha, d_beta = (torch.zeros_like(x) for x in (alpha, beta))
+    d_weight = None if weight is None else torch.empty_like(weight)
     alphas, betas = list(scales(alpha, query, size)), list(scales(beta, key, size))
     for i, part in reversed(list(enumerate(chunks(tokens, size)))):
-        memory = Memory(*starts[2 * i : 2 * i + 2])
+        memory = KeySummary(*starts[2 * i : 2 * i + 2])
         kept = None if keep is None else keep[:, part]
         ((q, scale),) = scaled_queries(query[:, :, part], alphas[i], tokens)
-        ((b, v),) = weighted_keys(key[:, :, part], value[:, :, part], betas[i], kept, heads, tokens)
+        own = None if weight is None else weight[:, :, part]
+        ((b, v),) = weighted_keys(key[:, :, part], value[:, :, part], betas[i], kept, own, heads, tokens)
         da, db, dv, after = _segment_gradients(gradient[:, :, part].to(v.dtype), q * scale, b, v, memory, after)
         db = blank(db, kept)
         if wanted[3]:
@@ -276,15 +288,19 @@ def _gradients(
         if wanted[4]:
             k = blank(key[:, :, part].to(db.dtype), kept)
             add_scale_gradient(d_beta, db, repeat_heads(k, groups), part, tokens)
+        if d_weight is not None:
+            d_weight[:, :, part] = db.sum(dim=-1)
         d_query[:, :, part] = da * scale
         d_key[:, :, part] = sum_groups(db * betas[i], groups)
         d_value[:, :, part] = sum_groups(blank(dv, kept), groups)
-    return d_query, d_key, d_value, d_alpha, d_beta, *after
+    return d_query, d_key, d_value, d_alpha, d_beta, d_weight, *after
 
 
 def _backward(inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Sequence[bool]) -> Sequence[Tensor | None]:
-    found = iter(_gradients(gradients[0], *inputs[:6], starts=others, after=Memory(*gradients[1:]), wanted=wanted))
-    return [None if i == 5 else next(found) for i in range(len(inputs))]
+    after = KeySummary(*gradients[1:])
+    found = list(_gradients(gradients[0], *inputs[:7], starts=others, after=after, wanted=wanted))
+    found.insert(5, None)  # of `keep`
+    return found
 
 
 _CAUSAL = Attention(traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward)

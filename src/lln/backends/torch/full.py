@@ -1,15 +1,4 @@
-"""LLN attention in plain torch, linear in the number of tokens, on any device.
-
-Everything rests on the two-softmax form of eq. 9. With a = alpha q, b = beta k and the log-mass of each feature
-L_l = logsumexp_j b_jl over the keys,
-
-    A = softmax over features of (a + L)      B = softmax over keys of b      out = A (Bᵀ V)
-
-No epsilon is needed and nothing overflows, however long the sequence. Tokens pass through in pieces, so that beside
-inputs, output and gradients only a piece's worth is in memory; the backward pass computes A and B again.
-
-Here is full attention; causal attention is in `causal`, the block-diagonal companion in `blocks`, and what is kept of
-the keys in `memory`.
+"""LLN attention of every query to every kept key.
 
 Shapes: B batch, H heads, N queries, M keys, D features of a head, V value width.
 """
@@ -19,15 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks import block_diagonal_attention
-from lln.kernels.causal import CAUSAL_CHUNK, causal_attention
-from lln.kernels.memory import (
-    Memory,
-    absent,
+from lln.backends.torch.recompute import Attention, Inputs, Tensors
+from lln.backends.torch.summary import (
+    KeySummary,
     add_scale_gradient,
-    collect,
-    empty_memory,
-    merge,
     recall,
     remember,
     repeat_heads,
@@ -37,36 +21,34 @@ from lln.kernels.memory import (
     sum_groups,
     weighted_keys,
 )
-from lln.kernels.recompute import Attention, Inputs, Tensors
 from lln.masks import blank
-from lln.moments import chunks, cut, in_full_precision, pieces
-
-__all__ = [
-    "CAUSAL_CHUNK",
-    "Memory",
-    "absent",
-    "block_diagonal_attention",
-    "causal_attention",
-    "collect",
-    "empty_memory",
-    "full_attention",
-    "merge",
-    "recall",
-    "remember",
-]
+from lln.moments import chunks, cut, pieces
+from lln.precision import in_full_precision
 
 
 def full_attention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, keep: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    keep: Tensor | None,
+    weight: Tensor | None = None,
 ) -> Tensor:
-    """LLN attention of every query to every kept key."""
-    return _FULL(query, key, value, alpha, beta, keep)[0]
+    """LLN attention of every query to every kept key; `weight` (B, H, M) is added to beta k."""
+    return _FULL(query, key, value, alpha, beta, keep, weight)[0]
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, keep: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    keep: Tensor | None,
+    weight: Tensor | None,
 ) -> tuple[Tensors, Tensors]:
-    memory = remember(key, value, beta, keep, heads=query.shape[1])
+    memory = remember(key, value, beta, keep, weight, heads=query.shape[1])
     return (recall(query, alpha, memory),), memory
 
 
@@ -79,11 +61,12 @@ def _gradients(
     alpha: Tensor,
     beta: Tensor,
     keep: Tensor | None,
+    weight: Tensor | None,
     *,
-    memory: Memory,
+    memory: KeySummary,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value, alpha and beta.
+    """The gradients of query, key, value, alpha, beta and weight.
 
     Through A and S = Bᵀ V, with g the gradient of the output:
 
@@ -96,6 +79,7 @@ def _gradients(
     mass, values = memory.mass[:, :, None], memory.values
     d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))
     d_alpha, d_beta = (torch.zeros_like(x) for x in (alpha, beta))
+    d_weight = None if weight is None else torch.empty_like(weight)
     d_values, d_mass = torch.zeros_like(values), torch.zeros_like(mass)
 
     size = size_of_pieces(query, value, heads)
@@ -115,7 +99,7 @@ def _gradients(
     shift = d_mass - (values * d_values).sum(dim=-1)[:, :, None]
     groups = heads // key.shape[1]
     size = size_of_pieces(key, value, heads)
-    keys = weighted_keys(key, value, beta, keep, heads, size)
+    keys = weighted_keys(key, value, beta, keep, weight, heads, size)
     columns = zip(chunks(key.shape[2], size), keys, pieces(key, keep, size), scales(beta, key, size), strict=True)
     for part, (b, v), (k, kept), scale in columns:
         B = b.sub_(mass).exp_()
@@ -123,13 +107,16 @@ def _gradients(
         db = (v @ d_values.mT).add_(shift).mul_(B)
         if wanted[4]:
             add_scale_gradient(d_beta, blank(db, kept), repeat_heads(k, groups), part, key.shape[2])
+        if d_weight is not None:
+            d_weight[:, :, part] = blank(db, kept).sum(dim=-1)
         d_key[:, :, part] = blank(sum_groups(db.mul_(scale), groups), kept)
-    return d_query, d_key, d_value, d_alpha, d_beta
+    return d_query, d_key, d_value, d_alpha, d_beta, d_weight
 
 
 def _backward(inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Sequence[bool]) -> Sequence[Tensor | None]:
-    found = _gradients(gradients[0], *inputs, memory=Memory(*others), wanted=wanted)
-    return *(x if is_wanted else None for x, is_wanted in zip(found, wanted[:5], strict=True)), None
+    found = list(_gradients(gradients[0], *inputs, memory=KeySummary(*others), wanted=wanted))
+    found.insert(5, None)  # of `keep`
+    return [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
 
 
 _FULL = Attention(traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward)

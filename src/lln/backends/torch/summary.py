@@ -4,7 +4,7 @@ With b = beta k and the log-mass of each feature L_l = logsumexp_j b_jl over the
 L and the mean values S = softmax over keys of (b)ᵀ V that the features point to. Both are bounded by what was put in.
 
 Shapes: B batch, H heads, D features of a head, V value width. Tensors are in the accumulator's dtype, at least float32;
-`alpha` and `beta` broadcast to (B, H, tokens, 1).
+`alpha` and `beta` broadcast to (B, H, tokens, 1), and `weight` (B, H, tokens) is added to b of each key.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lln.checks import is_recorded
 from lln.masks import blank
-from lln.moments import accumulator, chunks, cut, piece_tokens, pieces
+from lln.moments import chunks, cut, piece_tokens, pieces
+from lln.precision import accumulator
 
 
-class Memory(NamedTuple):
+class KeySummary(NamedTuple):
     """What is kept of a set of keys and values."""
 
     mass: Tensor  # (B, H, D) L, the log of the summed exp(b)
@@ -31,17 +32,17 @@ def absent(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 2
 
 
-def empty_memory(batch: int, heads: int, head_dim: int, value_dim: int, like: Tensor) -> Memory:
+def empty_summary(batch: int, heads: int, head_dim: int, value_dim: int, like: Tensor) -> KeySummary:
     dtype = accumulator(like.dtype)
     mass = torch.full((batch, heads, head_dim), absent(dtype), dtype=dtype, device=like.device)
-    return Memory(mass, torch.zeros(batch, heads, head_dim, value_dim, dtype=dtype, device=like.device))
+    return KeySummary(mass, torch.zeros(batch, heads, head_dim, value_dim, dtype=dtype, device=like.device))
 
 
-def merge(first: Memory, second: Memory) -> Memory:
-    """The memory of two sets of keys together."""
+def merge(first: KeySummary, second: KeySummary) -> KeySummary:
+    """The summary of two sets of keys together."""
     mass = log_add(first.mass, second.mass)
     first_share, second_share = (first.mass - mass).exp()[..., None], (second.mass - mass).exp()[..., None]
-    return Memory(mass, first.values * first_share + second.values * second_share)
+    return KeySummary(mass, first.values * first_share + second.values * second_share)
 
 
 def log_add(x: Tensor, y: Tensor) -> Tensor:
@@ -49,10 +50,12 @@ def log_add(x: Tensor, y: Tensor) -> Tensor:
     return torch.logsumexp(torch.stack((x, y)), dim=0)
 
 
-def remember(key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, *, heads: int) -> Memory:
-    """The memory of all kept keys, piece by piece."""
+def remember(
+    key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, weight: Tensor | None = None, *, heads: int
+) -> KeySummary:
+    """The summary of all kept keys, piece by piece."""
     found: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-    for b, v in weighted_keys(key, value, beta, keep, heads, size_of_pieces(key, value, heads)):
+    for b, v in weighted_keys(key, value, beta, keep, weight, heads, size_of_pieces(key, value, heads)):
         highest, lowest = (extreme(b.detach(), dim=2, keepdim=True) for extreme in (torch.amax, torch.amin))
         if found is not None:
             highest, lowest = torch.maximum(highest, found[0]), torch.minimum(lowest, found[1])
@@ -65,10 +68,10 @@ def remember(key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, *, h
     assert found is not None
     highest, lowest, total, sums = found
     mass = highest + total.log() + lowest * 0  # NaN if there was a -inf, which the exponential hides
-    return Memory(mass[:, :, 0], sums / total.mT)
+    return KeySummary(mass[:, :, 0], sums / total.mT)
 
 
-def recall(query: Tensor, alpha: Tensor, memory: Memory) -> Tensor:
+def recall(query: Tensor, alpha: Tensor, memory: KeySummary) -> Tensor:
     """out = softmax(alpha q + L) S, piece by piece."""
     mass, values = memory.mass[:, :, None], memory.values
     queries = scaled_queries(query, alpha, size_of_pieces(query, values, query.shape[1]))
@@ -88,13 +91,21 @@ def scaled_queries(query: Tensor, alpha: Tensor, size: int) -> Iterator[tuple[Te
 
 
 def weighted_keys(
-    key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, heads: int, size: int
+    key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, weight: Tensor | None, heads: int, size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """b = beta k and the values in pieces, for every query head, with padding absent."""
+    """b = beta k + weight and the values in pieces, for every query head, with padding absent."""
     groups = heads // key.shape[1]
-    parts = zip(pieces(key, keep, size), pieces(value, keep, size), scales(beta, key, size), strict=True)
-    for (k, kept), (v, _), scale in parts:
+    parts = zip(
+        chunks(key.shape[2], size),
+        pieces(key, keep, size),
+        pieces(value, keep, size),
+        scales(beta, key, size),
+        strict=True,
+    )
+    for part, (k, kept), (v, _), scale in parts:
         b = repeat_heads(k, groups) * scale
+        if weight is not None:
+            b = b + weight[:, :, part, None]
         yield blank(b, kept, absent(b.dtype)), repeat_heads(v, groups)
 
 

@@ -1,0 +1,35 @@
+"""What a backend has to offer, and how its parts are put together."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from lln.problem import Problem
+
+
+class Backend(ABC):
+    """One way to compute attention. Adding one is a subclass and a line in `lln.backends.BACKENDS`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def why_not(self, problem: Problem) -> str | None:
+        """Why this backend cannot compute a problem; None if it can."""
+
+    @abstractmethod
+    def far(self, problem: Problem) -> Tensor:
+        """LLN attention (B, H, N, V), full or causal, with alpha and beta matched where the problem has none."""
+
+    @abstractmethod
+    def near(self, problem: Problem) -> Tensor:
+        """Softmax attention among neighbours (B, H, N, V), with zeros for padding."""
+
+    def average(self, problem: Problem) -> Tensor:
+        """The mean of both; a backend that makes one pass over the tokens for it overrides this."""
+        return self.far(problem).add(self.near(problem)).mul(0.5)
+
+    def attention(self, problem: Problem) -> Tensor:
+        """What the problem asks for, in the dtype of its inputs."""
+        branch = self.near if not problem.far else self.far if problem.near is None else self.average
+        return branch(problem).to(problem.query.dtype)

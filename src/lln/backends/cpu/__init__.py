@@ -1,0 +1,96 @@
+"""C for CPUs: forward and backward in one pass over the tokens each, built with the system's compiler at first use.
+
+`binding` describes tensors to the C code (`src/`), `autograd` makes functions with gradients and torch.library ops of
+it, and `build` compiles and loads it.
+"""
+
+import functools
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lln.backends.base import Backend
+from lln.backends.cpu.autograd import attention
+from lln.backends.cpu.binding import MAX_BLOCK, MAX_WIDTH, TYPES
+from lln.backends.cpu.build import BuildError, load
+from lln.checks import is_recorded
+from lln.problem import Problem
+
+
+class CpuBackend(Backend):
+    """float32, float16 and bfloat16 on CPUs, for widths that are multiples of 8."""
+
+    name = "cpu"
+
+    def why_not(self, problem: Problem) -> str | None:
+        query = problem.query
+        if query.device.type != "cpu":
+            return f"device is {query.device.type}"
+        if query.dtype not in TYPES:
+            return f"dtype is {str(query.dtype).removeprefix('torch.')}"
+        for name, width in (("head dimension", query.shape[3]), ("value width", problem.value.shape[3])):
+            if width % 8 != 0 or not 8 <= width <= MAX_WIDTH:
+                return f"{name} {width} is not a multiple of 8 up to {MAX_WIDTH}"
+        if problem.near and min(problem.block_size, problem.key.shape[2]) > MAX_BLOCK:
+            return f"blocks of {min(problem.block_size, problem.key.shape[2])} tokens are larger than {MAX_BLOCK}"
+        if problem.near == "window":
+            return 'near is "window"'
+        if problem.key_weight is not None:
+            return "keys have weights of their own"
+        if not problem.is_causal:
+            for name, scale in (("alpha", problem.alpha), ("beta", problem.beta)):
+                if scale is not None and scale.shape[2] != 1:
+                    return f"{name} differs between tokens"
+        return _transformed_reason(problem) or build_problem()
+
+    def far(self, problem: Problem) -> Tensor:
+        return self.attention(replace(problem, near=None, block_size=0))
+
+    def near(self, problem: Problem) -> Tensor:
+        return self.attention(replace(problem, far=False))
+
+    def attention(self, problem: Problem) -> Tensor:
+        """Matching, LLN attention and its mean with the neighbours are one call into C."""
+        if problem.far and problem.scope == "batch" and (problem.alpha is None or problem.beta is None):
+            alpha, beta = problem.scales()
+            problem = replace(problem, alpha=alpha, beta=beta)
+        return attention(problem)
+
+
+def _transformed_reason(problem: Problem) -> str | None:
+    """Why C code must not run although it could: something else wants to see the operations."""
+    if torch.compiler.is_compiling():
+        is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+        return "torch.export is to give a graph that runs anywhere" if is_exporting() else None
+    for x in (problem.query, problem.key, problem.value):
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return "a tensor is of a class of its own"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func is transforming it"
+    if is_recorded():
+        return "a tracer or dispatch mode is recording the operations of torch"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation is on"
+    return None
+
+
+def build_problem() -> str | None:
+    """Why the C code could not be built; None if it was."""
+    return _build_once()
+
+
+# All that torch.compiler.assume_constant_result does; calling it would import the compiler, which takes seconds.
+build_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _build_once() -> str | None:
+    """Why the C code could not be built, with a warning the first time; None if it was."""
+    try:
+        load()
+    except BuildError as error:
+        warnings.warn(f"attention runs in plain torch, because {error}", stacklevel=2)
+        return str(error)
+    return None

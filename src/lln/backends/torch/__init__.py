@@ -1,0 +1,58 @@
+"""Plain torch, linear in the number of tokens, on any device.
+
+Everything rests on the two-softmax form of eq. 9. With a = alpha q, b = beta k and the log-mass of each feature
+L_l = logsumexp_j b_jl over the keys,
+
+    A = softmax over features of (a + L)      B = softmax over keys of b      out = A (Bᵀ V)
+
+No epsilon is needed and nothing overflows, however long the sequence. Tokens pass through in pieces, so that beside
+inputs, output and gradients only a piece's worth is in memory; the backward pass computes A and B again.
+
+Full attention is in `full`, causal attention in `causal`, softmax attention among neighbours in `blocks` and `window`,
+and what is kept of the keys in `summary`.
+"""
+
+from torch import Tensor
+
+from lln.backends.base import Backend
+from lln.backends.torch.blocks import block_diagonal_attention
+from lln.backends.torch.causal import causal_attention
+from lln.backends.torch.full import full_attention
+from lln.backends.torch.summary import empty_summary
+from lln.backends.torch.window import window_attention
+from lln.masks import blank_not_finite
+from lln.problem import Problem
+
+
+class TorchBackend(Backend):
+    """Any device, dtype and width; also what records, transforms or differentiates twice."""
+
+    name = "torch"
+
+    def why_not(self, problem: Problem) -> str | None:
+        return None
+
+    def far(self, problem: Problem) -> Tensor:
+        alpha, beta = (x[..., None] for x in problem.scales())
+        query = blank_not_finite(problem.query, problem.queries.keep)
+        tokens = (query, problem.key, problem.value, alpha, beta, problem.keys.keep)
+        if not problem.is_causal:
+            return full_attention(*tokens, problem.key_weight)
+        batch, heads, _, head_dim = query.shape
+        summary = empty_summary(batch, heads, head_dim, problem.value.shape[3], like=query)
+        return causal_attention(*tokens, summary, problem.key_weight)[0]
+
+    def near(self, problem: Problem) -> Tensor:
+        attention = window_attention if problem.near == "window" else block_diagonal_attention
+        return attention(
+            problem.query,
+            problem.key,
+            problem.value,
+            problem.keys.keep,
+            block_size=problem.block_size,
+            is_causal=problem.is_causal,
+        )
+
+    def average(self, problem: Problem) -> Tensor:
+        far = self.far(problem)  # in place: at a million tokens each copy counts
+        return far.add_(self.near(problem)).mul_(0.5)

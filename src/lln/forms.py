@@ -1,0 +1,64 @@
+"""The three forms of LLN attention. All are the paper's form on other inputs, with a log-weight for each key.
+
+    paper       a_il = alpha q_il     b_jl = beta k_jl                                                      (eq. 8)
+    unbiased    a_il = alpha q_il     b_jl = beta k_jl - logsumexp_l(beta k_jl)
+    decomposed  a_il = alpha dq_il    b_jl = beta dk_jl - logsumexp_l(beta dk_jl) + m_q . k_j / sqrt(D)
+
+with dq = q - m_q and dk = k - m_k for some centres. In the paper's form a key with large entries draws weight from
+every query, whatever the query is; the unbiased form divides that out. In the decomposed form each key has the weight
+that softmax attention gives it for all queries alike, m_q . k_j / sqrt(D), exactly, and only the content dq . dk is
+approximated: see `lln.theory`.
+
+Shapes: B batch, H heads, N queries, M keys, D features of a head.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lln.masks import blank
+from lln.precision import accumulator
+from lln.problem import Problem
+
+
+def in_paper_form(problem: Problem) -> Problem:
+    """The same attention as a problem in the paper's form, with alpha and beta, and with `key_weight`.
+
+    Gradients flow through centres that are means of the sample, and not through alpha and beta that are matched.
+    """
+    if problem.form == "paper" or not problem.far:
+        return problem
+    problem, column = centered(problem)
+    alpha, beta = problem.scales()
+    groups = problem.query.shape[1] // problem.key.shape[1]
+    key = problem.key if groups == 1 else problem.key.repeat_interleave(groups, dim=1)
+    weight = -torch.logsumexp(key.to(beta.dtype) * beta[..., None], dim=-1)
+    weight = weight if column is None else weight + column
+    return replace(problem, form="paper", alpha=alpha, beta=beta, key_weight=weight)
+
+
+def centered(problem: Problem) -> tuple[Problem, Tensor | None]:
+    """The problem of dq and dk, and m_q . k / sqrt(D) (B, H, M); other forms than the decomposed one as they are."""
+    if problem.form != "decomposed":
+        return problem, None
+    query, key, dtype = problem.query, problem.key, accumulator(problem.query.dtype)
+    center_q, center_k = problem.centers or sample_centers(problem)
+    # m_q . k of the query heads of each key head
+    by_group = torch.unflatten(center_q.to(dtype), 1, (key.shape[1], -1))
+    column = (key.to(dtype) @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
+    query, key = query - center_q[:, :, None].to(query.dtype), key - center_k[:, :, None].to(key.dtype)
+    return replace(problem, query=query, key=key, centers=None), column
+
+
+def sample_centers(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The means (B, H, D) and (B, H_k, D) of the kept queries and keys of each sample."""
+    return token_mean(problem.query, problem.queries.keep), token_mean(problem.key, problem.keys.keep)
+
+
+def token_mean(x: Tensor, keep: Tensor | None) -> Tensor:
+    """The mean (B, heads, D) of the kept tokens of each sample; 0 where there is none."""
+    kept = blank(x, keep).to(accumulator(x.dtype))
+    if keep is None:
+        return kept.mean(dim=2)
+    return kept.sum(dim=2) / keep.sum(dim=1).clamp(min=1)[:, None, None]
