@@ -1,18 +1,23 @@
 """The command as its user meets it: good input, bad input, and an interrupt."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import lln.calibration
+import lln.instruments.inspect
 import lln.report.demo
 import lln.report.demo_training
+import lln.report.figures
+import lln.report.tables
 from lln import cli
 
 
@@ -137,3 +142,140 @@ def test_mistakes_are_words_not_tracebacks(arguments, text):
     output = " ".join((done.stdout + done.stderr).replace("│", " ").split())
     assert text in output
     assert "Traceback" not in output
+
+
+# What rich would read as markup, as an emoji code and as a style, in a text too long for a line.
+FOREIGN = "a[/x]/:key:/[red]b[hf]" + "/long" * 40
+
+
+def fail(error):
+    def verb(*args, **kwargs):
+        raise error
+
+    return verb
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError(f"pip install 'lln-attention[hf]' {FOREIGN}"),
+        ValueError(FOREIGN),
+        FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), FOREIGN),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_are_printed_as_they_are(monkeypatch, error):
+    monkeypatch.setattr(lln.instruments.inspect, "inspect", fail(error))
+    done = run("inspect", "roberta", "--text", "text.txt")
+    assert done.exit_code == 2
+    assert done.stderr == f"Error: {error}\n"
+    assert not done.stdout
+
+
+def test_paths_and_cells_are_printed_as_they_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(lln.report.figures, "figure", lambda *args, **kwargs: (Path(FOREIGN),))
+    assert run("figure", "2").stdout == f"{FOREIGN}\n"
+    made = lln.report.tables.Table("[/t] title", ["[/c]", "accuracy [%]"], [["[red]r[/]", ":key:"]], ["[/n]"])
+    monkeypatch.setattr(lln.report.tables, "table", lambda *args, **kwargs: (made, Path(FOREIGN)))
+    shown = run("table", "3").stdout
+    for text in ("[/t] title", "[/c]", "accuracy [%]", "[red]r[/]", ":key:", "[/n]", f"\n{FOREIGN}\n"):
+        assert text in shown
+    assert "no mechanism is called '[/x]'" in run("zoo", "[/x]").stderr
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(lln.instruments.inspect, "inspect", fail(KeyboardInterrupt()))
+    done = run("inspect", "roberta", "--text", "text.txt")
+    assert done.exit_code == 130
+    assert done.stderr == "\nInterrupted; what was finished is written.\n"
+
+
+def test_output_that_nobody_reads_is_no_error(monkeypatch):
+    monkeypatch.setattr(lln.instruments.inspect, "inspect", fail(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    done = run("inspect", "roberta", "--text", "text.txt")
+    assert (done.exit_code, done.output) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["train", "mlm", "--out", "out", "--attention", "lln_diag", "--option", "{}"],
+        ["train", "vision", "--out", "out", "--attention", "lln_diag", "--option", "{}"],
+        ["lra", "run", "--out", "out", "--tasks", "listops", "--methods", "lln_diag:{}"],
+    ],
+    ids=["mlm", "vision", "lra"],
+)
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("blok=3", "lln_diag has no option blok; its options are: block_size: int = 64; "),
+        ("block_size=abc", "the option block_size of lln_diag cannot be 'abc'; expected block_size: int = 64"),
+        ("block_size={[]}", "the option block_size of lln_diag cannot be '{[]}'"),
+        ("combine=[/x]", "the option combine of lln_diag cannot be '[/x]'; expected combine: Literal['average', "),
+        ("block_size=0", "block_size must be at least 1, got 0"),
+        ("share=2", "share must be between 0 and 1, got 2"),
+        ("block_size", "takes name=value, as block_size=64; got 'block_size'"),
+    ],
+    ids=["unknown", "text", "set", "choice", "zero", "too much", "no value"],
+)
+def test_options_are_refused_before_a_folder_is_made(monkeypatch, tmp_path, verb, option, text):
+    monkeypatch.chdir(tmp_path)
+    if verb[0] == "lra" and option == "share=2":
+        option += ":combine=ratio"  # which the preset of the others has
+    done = run(*verb[:-1], verb[-1].replace("{}", option))
+    assert done.exit_code == 2, done.output
+    assert text in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--source", "nowhere[/x].txt"], "unknown text source 'nowhere[/x].txt'"),
+        (["--source", "empty.txt"], "source 'empty.txt' has no train documents"),
+        (["--tokenizer", "nowhere"], "unknown tokenizer 'nowhere'"),
+        (["--data-dir", "nowhere"], "--data-dir must name a folder with data, and nowhere is none"),
+        (["--source", "wikipedia", "--data-dir", "."], "wikipedia is missing"),
+        (["--preset", "phone"], "there is no preset 'phone'"),
+        (["--attention", "magic"], "no mechanism is called 'magic'"),
+        (["--heads", "3"], "a width of 16 does not divide into 3 heads"),
+        (["--heads", "0"], "heads must be at least 1, got 0"),
+        (["--dropout", "3"], "dropout probability has to be between 0 and 1"),
+    ],
+    ids=str,
+)
+def test_a_failed_start_leaves_nothing(monkeypatch, tmp_path, arguments, text):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LLN_DATA", raising=False)
+    Path("empty.txt").touch()
+    rows = (json.dumps({"text": f"{i} is followed by {i + 1}, " * 9}) + "\n" for i in range(200))
+    Path("text.jsonl").write_text("".join(rows))
+    Path("mine").mkdir()
+    small = ["--source", "text.jsonl", "--vocab-size", "300", "--length", "32", "--layers", "1", "--width", "16"]
+    small += ["--heads", "1", "--feedforward", "16", "--steps", "1"]
+    for out in ("new/run", "mine"):
+        done = run("train", "mlm", *small, *arguments, "--out", out)
+        assert done.exit_code == 2, done.output
+        assert text in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"empty.txt", "text.jsonl", "mine"}
+    assert not list(Path("mine").iterdir())
+
+
+@pytest.mark.parametrize("out", ["file", "file/run"])
+def test_an_output_that_cannot_be_written(monkeypatch, tmp_path, out):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for verb in (
+        ["train", "mlm", "--source", "stdlib"],
+        ["lra", "run", "--tasks", "listops", "--methods", "lln"],
+        ["figure", "2"],
+    ):
+        done = run(*verb, "--out", out)
+        assert done.exit_code == 2, done.output
+        assert "Traceback" not in done.output
+        assert "file" in done.stderr
+    for verb in (["bench", "attention"], ["lra", "bench", "--tasks", "text"], ["calibrate"]):
+        done = run(*verb, "--out", "file/record.json")
+        assert "file/record.json cannot be written" in done.stderr
+        assert "--out must be a file, and . is a folder" in run(*verb, "--out", ".").stderr

@@ -18,6 +18,7 @@ from lln import reference
 EAGER, COMPILED = range(150), range(1000, 1006)
 # What a result may be off by, in units of the largest entry; or four times the error of plain torch, if that is more.
 FLOOR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+OPTIONS = {"near": {"blocks", "window"}, "form": {"paper", "unbiased", "decomposed"}, "is_causal": {False, True}}
 WHAT = ("output", "gradient of query", "gradient of key", "gradient of value")
 NOISE = {"as others": None, "ones": 1.0, "huge": 1e30, "nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
@@ -81,7 +82,7 @@ DENSE = LAYOUTS[0]
 class Case:
     """One problem, drawn from a number."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, compile: bool = False) -> None:
         draw = random.Random(number)
         torch.manual_seed(number)
         self.name = draw.choice(["lln_attention", "lln_attention", "lln_diag_attention", "block_diagonal_attention"])
@@ -94,22 +95,28 @@ class Case:
         self.options: dict[str, object] = {"is_causal": not is_cross and draw.random() < 0.4}
         if self.name != "lln_attention":
             self.options["block_size"] = draw.choice([1, 16, 23, 64])
+            self.options["near"] = draw.choice(["blocks", "blocks", "window"])
         if self.name != "block_diagonal_attention":
             self.options["matching"] = draw.choice(["variance", "entropy", "linear"])
             if draw.random() < 0.3:
                 self.options |= {"alpha": draw.uniform(0.2, 3), "beta": draw.uniform(0.2, 3)}
+            self._draw_form(draw, key_heads * groups, key_heads, D)
         self.shapes = (B, key_heads * groups, N, D), (B, key_heads, M, D), (B, key_heads, M, V)
         self.layouts = [draw.choice([*LAYOUTS, *[DENSE] * len(LAYOUTS)]) for _ in self.shapes]
         self.bases = [
             torch.randn(x.base(s)) * draw.choice([0.3, 1, 2]) for x, s in zip(self.layouts, self.shapes, strict=True)
         ]
         self._make_outlier(draw)
-        self.keep, mask = self._draw_mask(draw, B, M)
-        self.options["key_padding_mask"] = mask
+        if B == 1 and N == M and not compile and draw.random() < 0.5:
+            cuts = sorted(draw.randint(0, N) for _ in range(draw.randint(0, 4)))
+            self.options["cu_seqlens"] = torch.tensor([0, *cuts, N], dtype=torch.int32)
+            self.keep = torch.ones(B, M, dtype=torch.bool)
+        else:
+            self.keep, self.options["key_padding_mask"] = self._draw_mask(draw, B, M)
         self.keep_query = self.keep if N == M else torch.ones(B, N, dtype=torch.bool)
         self._make_noise(draw)
         self.odd_token: int | None = None
-        if self.options["is_causal"] and N > 1 and draw.random() < 0.3:
+        if self.options["is_causal"] and N > 1 and "cu_seqlens" not in self.options and draw.random() < 0.3:
             self._make_odd_token(draw)
         self.bases = [x.to(self.dtype) for x in self.bases]
         self.gradient = torch.randn(B, self.shapes[0][1], N, V)
@@ -117,6 +124,11 @@ class Case:
             self.gradient = torch.randn(B, 1, 1, V).expand_as(self.gradient)
         elif draw.random() < 0.3:
             self.gradient = torch.randn(B, V, N, self.shapes[0][1]).transpose(1, 3)
+
+    def _draw_form(self, draw: random.Random, heads: int, key_heads: int, width: int) -> None:
+        self.options["form"] = draw.choice(["paper", "paper", "unbiased", "decomposed"])
+        if self.options["form"] == "decomposed" and (self.options["is_causal"] or draw.random() < 0.3):
+            self.options["centers"] = (torch.randn(heads, width) / 2, torch.randn(key_heads, width) / 2)
 
     def _make_outlier(self, draw: random.Random) -> None:
         """One key a thousand to a hundred thousand times as large as the others."""
@@ -155,7 +167,10 @@ class Case:
 
         def attention(*bases: Tensor) -> Tensor:
             inputs = [layout.view(x, shape) for layout, x, shape in zip(self.layouts, bases, self.shapes, strict=True)]
-            output: Tensor = getattr(module, self.name)(*inputs, **self.options)
+            options = dict(self.options)
+            if "centers" in options:
+                options["centers"] = tuple(x.to(dtype) for x in options["centers"])
+            output: Tensor = getattr(module, self.name)(*inputs, **options)
             return output
 
         if compile:
@@ -179,7 +194,7 @@ class Case:
         return case.run(reference, torch.float64)
 
     def __str__(self) -> str:
-        options = {k: "mask" if isinstance(v, Tensor) else v for k, v in self.options.items()}
+        options = {k: "tensor" if isinstance(v, (Tensor, tuple)) else v for k, v in self.options.items()}
         return f"{self.name} {self.dtype} {self.shapes} {[x.name for x in self.layouts]} {options}"
 
 
@@ -205,7 +220,7 @@ def test_eager(number, monkeypatch):
 
 @pytest.mark.parametrize("number", COMPILED)
 def test_compiled(number, monkeypatch):
-    check(Case(number), monkeypatch, compile=True)
+    check(Case(number, compile=True), monkeypatch, compile=True)
 
 
 def test_the_cases_cover_what_they_should():
@@ -213,6 +228,9 @@ def test_the_cases_cover_what_they_should():
     assert {x.name for case in cases for x in case.layouts} == {x.name for x in LAYOUTS}
     assert {case.dtype for case in cases} == set(FLOOR)
     assert sum(not x.isfinite().all() for case in cases for x in case.bases) > 10
+    for option, values in OPTIONS.items():
+        assert {case.options.get(option) for case in cases} >= values
+    assert sum("cu_seqlens" in case.options for case in cases) > 10
     assert sum(case.odd_token is not None for case in cases) > 5
     assert sum(bool((case.bases[1].abs() > 100).any()) for case in cases) > 5
     assert os.environ.get("LLN_BACKEND", "") != "torch"

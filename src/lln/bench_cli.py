@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
+
+from lln.report.console import console
 
 if TYPE_CHECKING:
     from lln.bench.goals import Goal
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from lln.report.tables import Table as Grid
 
 app = typer.Typer(help="Speed and memory on this machine.", no_args_is_help=True)
-console = Console()
 
 Row = dict[str, Any]
 
@@ -194,8 +195,10 @@ def _drop_incomplete(record: "Record", names: Sequence[str], cell: tuple[str, ..
 def _warn_of_noise(record: "Record") -> None:
     if not record.noise["quiet"]:
         console.print(
-            f"[yellow]Others keep {record.noise['busy_processors']:g} processors busy (load average "
-            f"{record.noise['load_average']:g}): times will be too long, and ratios uncertain.[/]"
+            f"Others keep {record.noise['busy_processors']:g} processors busy (load average "
+            f"{record.noise['load_average']:g}): times will be too long, and ratios uncertain.",
+            style="yellow",
+            soft_wrap=False,
         )
 
 
@@ -203,18 +206,18 @@ def _show(grids: Iterable["Grid"]) -> None:
     for grid in grids:
         _print_table(grid.title, grid.columns, grid.rows)
         for note in grid.notes:
-            console.print(f"  {note}", highlight=False)
+            console.print(f"  {note}", soft_wrap=False)
 
 
 def _show_goals(goals: Sequence["Goal"], record: "Record") -> None:
     from lln.bench.goals import check, grid_of
 
     header, *rows = grid_of(check(goals, record.content))
-    colors = {"met": "[green]met[/]", "missed": "[red]missed[/]"}
-    _print_table("Goals", header, [[text, value, colors.get(verdict, verdict)] for text, value, verdict in rows])
+    colors = {"met": "green", "missed": "red"}
+    _print_table("Goals", header, [(text, value, Text(word, colors.get(word, ""))) for text, value, word in rows])
 
 
-def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(header):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
@@ -227,7 +230,7 @@ def _finish(record: "Record", draw: Callable[[dict[str, Any], Path], tuple[Path,
     if record.path is not None:
         record.write()
         paths = (record.path, *draw(record.content, record.path))
-        console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
+        console.print("Written: " + ", ".join(str(path) for path in paths))
 
 
 def _numbers(option: str, text: str | None, default: Sequence[int]) -> list[int]:
@@ -238,7 +241,7 @@ def _numbers(option: str, text: str | None, default: Sequence[int]) -> list[int]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise typer.BadParameter(f"{option} takes positive numbers separated by commas, got {text!r}")
+        raise ValueError(f"{option} takes positive numbers separated by commas, got {text!r}")
     return numbers
 
 

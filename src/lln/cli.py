@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 try:
     import typer
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -17,12 +16,32 @@ try:
         TimeRemainingColumn,
     )
     from rich.table import Table
+    from typer.core import TyperGroup
 except ModuleNotFoundError as error:
     raise SystemExit(f'The lln command needs {error.name}: pip install "lln-attention[cli]"') from error
 
 from lln import bench_cli, lra_cli, train_cli
+from lln.report.console import console, errors, print_error
+
+
+class Verbs(TyperGroup):
+    """Runs a verb. An interrupt or a mistake of the user ends it with a message instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            errors.print("\nInterrupted; what was finished is written.")
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            raise  # typer ends quietly when nothing reads the output any more
+        except (ValueError, ImportError, OSError) as error:
+            print_error(error)
+            raise typer.Exit(2) from None
+
 
 app = typer.Typer(
+    cls=Verbs,
     help="Linear Log-Normal attention: see it work, measure it, look into it.",
     no_args_is_help=True,
     add_completion=False,
@@ -32,7 +51,6 @@ app.add_typer(bench_cli.app, name="bench")
 app.add_typer(train_cli.app, name="train")
 app.add_typer(lra_cli.data, name="data")
 app.add_typer(lra_cli.lra, name="lra")
-console = Console()
 
 # Columns that are set to the right.
 NUMBERS = (
@@ -71,7 +89,10 @@ def demo(
         with _progress(f"{part:<14}", PARTS[part][2]) as advance:
             return run_part(part, out, seed=seed, on_row=lambda row: advance())
 
-    console.print("[bold]1. Moment matching[/]: does LLN attention concentrate as softmax attention does?")
+    def heading(title: str, text: str) -> None:
+        console.print(f"[bold]{title}[/]: {text}", markup=True)
+
+    heading("1. Moment matching", "does LLN attention concentrate as softmax attention does?")
     rows = measured("concentration")
     table = _table("temperature", "attention", "variance of ln P", "entropy (bits)", "spectral gap")
     for row in rows:
@@ -87,13 +108,14 @@ def demo(
             )
     console.print(table)
 
-    console.print("[bold]2. Cost[/]: forward time (one thread) and peak memory against torch's softmax attention")
+    heading("2. Cost", "forward time (one thread) and peak memory against torch's softmax attention")
     _print_costs(measured("cost"), {name: look.label for name, look in COSTS.items()})
     console.print(
         "torch's softmax attention keeps no N x N matrix either, so memory grows in proportion to N for all three; "
-        "its time grows with the square of N."
+        "its time grows with the square of N.",
+        soft_wrap=False,
     )
-    console.print("[bold]3. Training[/]: the same small RoBERTa with both attentions, on Python's standard library")
+    heading("3. Training", "the same small RoBERTa with both attentions, on Python's standard library")
     runs = demo_training.train_both(out, seed=seed)
     table = _table("attention", "validation loss", "tokens/s", "entropy (bits)")
     for run in runs:
@@ -101,7 +123,7 @@ def demo(
     console.print(table)
     demo_training.draw(runs, out / "training.png")
     files = [f"{part}.png, {part}.json" for part in PARTS] + ["training.png, training/"]
-    console.print(f"Pictures and numbers are in [bold]{out}[/]: {', '.join(files)}")
+    console.print(f"Pictures and numbers are in {out}: {', '.join(files)}")
 
 
 @app.command()
@@ -113,15 +135,18 @@ def calibrate(
 ) -> None:
     """Measure the matching curves anew (about ten minutes), compare them with the shipped ones, and explain them."""
     from lln import calibration
+    from lln.bench.record import check_file
     from lln.curves import TABLE, TABLE_PATH, linear_constants
 
     if not explain_only:
-        _check_file(out)
+        if out is not None:
+            check_file(out)
         with _progress("measuring curves", len(calibration.HEAD_DIMS) * (2 + len(calibration.NUM_KEYS))) as advance:
             text = calibration.dump(calibration.calibrate(advance))
         same = text == TABLE_PATH.read_text(encoding="utf-8")
         console.print(
-            f"The new table is {'[green]identical, bit for bit,[/] to' if same else '[red]not[/]'} the shipped one."
+            f"The new table is {'[green]identical, bit for bit,[/] to' if same else '[red]not[/]'} the shipped one.",
+            markup=True,
         )
         if out is not None:
             out.write_text(text, encoding="utf-8")
@@ -172,7 +197,7 @@ def zoo(
         for key, value in rows[name].items():
             shown.add_row(key, value)
     else:
-        raise typer.BadParameter(f"no mechanism is called {name!r}; there are: {', '.join(rows)}")
+        raise ValueError(f"no mechanism is called {name!r}; there are: {', '.join(rows)}")
     console.print(shown)
 
 
@@ -206,8 +231,10 @@ def table(
     for row in made.rows:
         shown.add_row(*row)
     console.print(shown)
-    for line in (*made.notes, *map(str, paths)):
-        console.print(line, highlight=False, markup=False)
+    for note in made.notes:
+        console.print(note, soft_wrap=False)
+    for path in paths:
+        console.print(str(path))
 
 
 @app.command()
@@ -221,10 +248,7 @@ def reproduce(
     """Train all that a table or figure of the paper shows; the same command continues after any interruption."""
     from lln.tasks.reproduce import reproduce as run
 
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False)
-
-    run(target, runs=runs, results=results / "runs", data_dir=data_dir, side_by_side=jobs, say=say)
+    run(target, runs=runs, results=results / "runs", data_dir=data_dir, side_by_side=jobs, say=console.print)
 
 
 @app.command()
@@ -241,15 +265,8 @@ def inspect(
 
 
 def main() -> None:
-    """Run the command; an interrupt or a user's mistake is a word, not a traceback."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        console.print("\nInterrupted; what was finished is written.")
-        raise SystemExit(130) from None
-    except (ValueError, ImportError, OSError) as error:
-        console.print(f"[red]Error:[/] {error}", highlight=False)
-        raise SystemExit(2) from None
+    """Run the command."""
+    app()
 
 
 def _table(*columns: str, title: str | None = None) -> Table:
@@ -273,14 +290,6 @@ def _print_costs(rows: Iterable[dict[str, Any]], labels: dict[str, str]) -> None
             end_section=row["mechanism"] == list(labels)[-1],
         )
     console.print(table)
-
-
-def _check_file(out: Path | None) -> None:
-    """Find out before measuring whether the result can be written."""
-    if out is not None:
-        if out.is_dir():
-            raise ValueError(f"--out must be a file, and {out} is a folder")
-        out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _short(number: float) -> str:

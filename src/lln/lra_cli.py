@@ -6,17 +6,16 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from lln.report.console import console, print_error
 
 if TYPE_CHECKING:
     from lln.tasks.lra.recipe import LraConfig
 
 data = typer.Typer(help="Data of the Long Range Arena: make it, look at it.", no_args_is_help=True)
 lra = typer.Typer(help="Long Range Arena: accuracy and cost of mechanisms on long inputs.", no_args_is_help=True)
-console = Console()
 LINE_SECONDS = 60.0  # between lines on a run where there is no terminal
 
 DataDir = Annotated[
@@ -42,7 +41,7 @@ def make(
     began = time.monotonic()
     made = generated(task, sizes(task, examples), seed=seed, dashes=dashes)
     counts = ", ".join(f"{len(split):,} {name}" for name, split in made.splits.items())
-    console.print(f"{task}: {counts} ({made.source}), {time.monotonic() - began:.0f} s", highlight=False)
+    console.print(f"{task}: {counts} ({made.source}), {time.monotonic() - began:.0f} s")
 
 
 @data.command()
@@ -63,13 +62,13 @@ def show(
     if split not in SPLITS:
         raise ValueError(f"there is no split {split!r}; there are: {', '.join(SPLITS)}")
     read = sample(task, count, data_dir=data_dir, seed=seed, dashes=dashes)
-    console.print(f"{read.task.title}: {read.task.about} [{read.source}]", markup=False, highlight=False)
+    console.print(f"{read.task.title}: {read.task.about} [{read.source}]")
     if out is not None:
         draw(read, out, split=split, count=count)
-        console.print(str(out), highlight=False)
+        console.print(str(out))
         return
     for block in shown(read, split=split, count=count):
-        console.print("\n" + block, markup=False, highlight=False, soft_wrap=True)
+        console.print("\n" + block)
 
 
 @lra.command()
@@ -125,7 +124,7 @@ def run(
         with _Lines(runs) as lines:
             results = run_matrix(runs, out=out, data_dir=data_dir, jobs=jobs, tell=lines.tell)
     except RuntimeError as error:
-        console.print(f"[red]Error:[/] {escape(str(error))}", highlight=False)
+        print_error(error)
         raise typer.Exit(1) from None
     columns = list(dict.fromkeys(result["task"] for result in results))
     accuracy: dict[str, dict[str, list[float]]] = {}
@@ -135,9 +134,9 @@ def run(
     for method, found in accuracy.items():
         table.add_row(method, *(f"{100 * fmean(found[task]):.2f}" for task in columns))
     console.print(table)
-    console.print(f"{out / RESULTS}", highlight=False)
+    console.print(f"{out / RESULTS}")
     if evaluate_on == "test":
-        console.print(f"Beside the published numbers: lln table 5 --results {out}", highlight=False, markup=False)
+        console.print(f"Beside the published numbers: lln table 5 --results {out}")
 
 
 @lra.command()
@@ -151,14 +150,13 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write the numbers here as JSON.")] = None,
 ) -> None:
     """Time and peak memory of a training step at the published lengths, all methods in turns: the paper's table 4."""
+    from lln.bench.record import check_file
     from lln.provenance import provenance
     from lln.tasks.lra.bench import compare
     from lln.tasks.run import write_json
 
     if out is not None:
-        if out.is_dir():
-            raise ValueError(f"--out must be a file, and {out} is a folder")
-        out.parent.mkdir(parents=True, exist_ok=True)
+        check_file(out)
     rows: list[dict[str, Any]] = []
     chosen = _list(methods, "--methods")
     table = Table("task", "tokens", "method", "ms a step", "less by", "MiB", "less by")
@@ -175,7 +173,7 @@ def bench(
             end_section=row["method"] == chosen[-1],
         )
         if row["method"] == chosen[-1]:
-            console.print(f"{row['task']} is measured", highlight=False)
+            console.print(f"{row['task']} is measured")
     console.print(table)
     if out is not None:
         command = f"lln lra bench --tasks {tasks} --methods {methods} --seconds {seconds:g} --seed {seed}"
@@ -187,10 +185,10 @@ class _Lines:
 
     def __init__(self, runs: "list[LraConfig]") -> None:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[word]}"),
+            TextColumn("{task.fields[word]}", markup=False),
             TimeElapsedColumn(),
         )
         self._bars = Progress(*columns, console=console) if console.is_terminal else None
@@ -199,7 +197,7 @@ class _Lines:
         if self._bars is not None:
             for config in runs:
                 self._tasks[config.name] = self._bars.add_task(
-                    escape(config.name), total=config.steps, start=False, word="waiting"
+                    config.name, total=config.steps, start=False, word="waiting"
                 )
 
     def __enter__(self) -> "_Lines":
@@ -217,14 +215,14 @@ class _Lines:
             line = self._tasks[config.name]
             if not self._bars.tasks[line].started:
                 self._bars.start_task(line)
-            self._bars.update(line, completed=step, word=escape(word))
+            self._bars.update(line, completed=step, word=word)
             if kind in ("accuracy", "failed:"):
                 self._bars.stop_task(line)
             return
         when, before = self._said.get(config.name, (0.0, ""))
         if kind != before or (kind == "loss" and time.monotonic() - when > LINE_SECONDS):
             self._said[config.name] = (time.monotonic(), kind)
-            console.print(f"{config.name}: step {step}/{config.steps}, {word}", highlight=False, markup=False)
+            console.print(f"{config.name}: step {step}/{config.steps}, {word}")
 
 
 def _list(text: str, option: str) -> list[str]:

@@ -1,5 +1,9 @@
-"""Where a number comes from: the machine, the versions and the commit that every recorded result carries."""
+"""Where a number comes from: the machine, the versions and the commit that every recorded result carries.
 
+`read_json` reads back what was recorded.
+"""
+
+import json
 import os
 import platform
 import subprocess
@@ -19,6 +23,21 @@ def provenance(*, seed: int, command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def read_json(path: Path, remedy: str, *, kind: type = dict) -> Any:
+    """The object, or other `kind` of content, of a JSON file that was written here.
+
+    Raises:
+        ValueError: if the file is damaged; it names the file and says what to do, which is `remedy`.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also bytes that are not UTF-8
+        raise ValueError(f"{path} is damaged: {error}; {remedy}") from error
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} is damaged: expected a {kind.__name__}, got {content!r:.80}; {remedy}")
+    return content
 
 
 def processor() -> str:

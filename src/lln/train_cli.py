@@ -1,6 +1,5 @@
 """`lln train`: one command for each experiment, whose flags are the fields of its config."""
 
-import ast
 import dataclasses
 import inspect
 from importlib import import_module
@@ -9,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from lln.tasks.config import TrainConfig
+from lln.tasks.config import TrainConfig, parse_options
 from lln.tasks.presets import GlueConfig, MlmConfig, VisionConfig
 
 app = typer.Typer(help="Train: pre-training, GLUE, images. The same command continues a run.", no_args_is_help=True)
@@ -19,22 +18,6 @@ TASKS: dict[str, tuple[type[TrainConfig], str]] = {
     "glue": (GlueConfig, "Fine-tune a pre-trained run on a GLUE task."),
     "vision": (VisionConfig, "Train a ViT to tell dogs from cats."),
 }
-
-
-def parse_options(given: list[str]) -> dict[str, Any]:
-    """Options of a mechanism from `name=value`; a value that Python does not read as one is a string."""
-    options = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"--option takes name=value, as block_size=64; got {text!r}")
-        if name in options:
-            raise ValueError(f"--option {name} is given twice")
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
-    return options
 
 
 def add_command(app: typer.Typer, name: str, config: type[TrainConfig], help: str) -> None:

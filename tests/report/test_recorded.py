@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,8 @@ def child(monkeypatch):
 def test_reproduce_runs_what_is_missing_once(child, tmp_path):
     runs, results = tmp_path / "runs", tmp_path / "results" / "runs"
     write_run(runs, "vision-softmax")
+    (tmp_path / "dogs-vs-cats").mkdir()
+    (tmp_path / "dogs-vs-cats" / "train.zip").touch()
     said = []
     reproduce.reproduce("table3", runs=runs, results=results, data_dir=tmp_path, say=said.append)
     assert [Path(c[c.index("--out") + 1]).name for c in child.started] == [
@@ -188,6 +191,74 @@ def test_reproduce_goes_on_when_a_run_fails_and_says_which(child, tmp_path):
     with pytest.raises(ValueError, match="5 runs are not finished: mlm-lln, glue-mnli-lln-seed0"):
         reproduce.reproduce("table1", runs=tmp_path / "r", results=tmp_path / "s", data_dir=None, say=lambda text: None)
     assert len(child.started) == len(reproduce.jobs("table1")) - 4
+
+
+def test_reproduce_refuses_data_before_a_run_starts(child, tmp_path, monkeypatch):
+    folders = {"runs": tmp_path / "runs", "results": tmp_path / "results", "say": lambda text: None}
+    with pytest.raises(ValueError, match=r"--data-dir must name a folder with data, and .*nowhere is none"):
+        reproduce.reproduce("table1", data_dir=tmp_path / "nowhere", **folders)
+    monkeypatch.setenv("LLN_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="LLN_DATA must name a folder with data"):
+        reproduce.reproduce("figure1", data_dir=None, **folders)
+    data = tmp_path / "data"
+    for name in ("wikitext-2/train.txt", "wikipedia/enwiki.jsonl.gz", "glue/sst2/train.tsv", "glue/sst2/dev.tsv"):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).touch()
+    with pytest.raises(ValueError, match="lacks what the runs read") as refused:
+        reproduce.reproduce("all", data_dir=data, **folders)
+    missing = ("wikitext-2/valid.txt", "glue/mnli", "glue/qnli", "glue/qqp", "dogs-vs-cats/train.zip")
+    assert [part.split(" is missing")[0].split()[-1] for part in str(refused.value).split(";")] == [
+        str(data / name) for name in missing
+    ]
+    assert not child.started
+    assert not folders["runs"].exists()
+    (data / "wikitext-2" / "valid.txt").touch()
+    reproduce.reproduce("figure1", data_dir=data, **folders)
+    assert len(child.started) == 2
+
+
+def test_reproduce_names_a_damaged_run_before_another_starts(child, tmp_path):
+    write_run(tmp_path / "runs", "one-head-lln")
+    (tmp_path / "runs" / "one-head-lln" / "summary.json").write_text('{"steps": 2')
+    with pytest.raises(ValueError, match=r"one-head-lln/summary.json is damaged: .*; remove it"):
+        reproduce.reproduce(
+            "figure1", runs=tmp_path / "runs", results=tmp_path / "s", data_dir=None, say=lambda text: None
+        )
+    assert not child.started
+
+
+def test_reproduce_finds_out_whether_it_can_write(child, tmp_path):
+    (tmp_path / "file").touch()
+    for folders in ({"runs": "file", "results": "s"}, {"runs": "r", "results": "file/runs"}):
+        paths = {name: tmp_path / folder for name, folder in folders.items()}
+        with pytest.raises(OSError, match=r"file.* cannot be written: .*; choose another, --r"):
+            reproduce.reproduce("figure1", data_dir=None, say=lambda text: None, **paths)
+    assert not child.started
+
+
+@pytest.mark.parametrize("part", ["config", "provenance", "summary"])
+def test_a_damaged_file_of_a_run_is_named(part, results, tmp_path):
+    shutil.copytree(results / "runs", tmp_path / "runs")
+    file = tmp_path / "runs" / "vision-softmax" / f"{part}.json"
+    file.write_text(file.read_text()[:20])
+    with pytest.raises(ValueError, match=rf"vision-softmax/{part}.json is damaged: .*; make the run anew"):
+        table(3, results=tmp_path, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "remedy"),
+    [
+        (2, "model.json", "measure it anew with the option --fresh"),
+        (4, "lra-cost.json", "record it anew with `lln lra bench`"),
+        (5, "lra.json", "record it anew with `lln lra run`"),
+    ],
+    ids=["table 2", "table 4", "table 5"],
+)
+@pytest.mark.parametrize("content", ["", '[{"rows": [', "3"], ids=["empty", "cut", "number"])
+def test_a_damaged_record_is_named(number, name, remedy, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .*; {remedy}"):
+        table(number, results=tmp_path, out=tmp_path / "out")
 
 
 def test_jobs_have_names_of_their_own_and_come_after_their_forerunners():

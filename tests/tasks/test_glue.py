@@ -144,6 +144,13 @@ def test_pretraining_that_is_not_finished(tmp_path, started):
     (tmp_path / "config.json").write_text((started / "mlm" / "config.json").read_text())
     with pytest.raises(ValueError, match="is not finished; repeat its command first"):
         pretraining(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"experiment": "ml')
+    with pytest.raises(ValueError, match=r"config\.json is damaged: .*; restore it, or begin the run anew"):
+        pretraining(str(tmp_path))
+    (tmp_path / "summary.json").touch()
+    (tmp_path / "config.json").write_text('{"experiment": "mlm", "steps": 2, "shape": 1}')
+    with pytest.raises(ValueError, match=r"config\.json is not of this version of lln: .*'shape'"):
+        pretraining(str(tmp_path))
     (tmp_path / "config.json").write_text('{"experiment": "vision"}')
     with pytest.raises(ValueError, match="is no pre-training run"):
         pretraining(str(tmp_path))

@@ -74,6 +74,68 @@ def test_killed_before_the_config_was_written(tmp_path):
     assert (tmp_path / "config.json").exists()
 
 
+def failed_start(path):
+    with pytest.raises(ValueError, match="no data"), RunFolder(path, SETTINGS):
+        raise ValueError("no data")
+
+
+def test_a_failed_start_leaves_nothing(tmp_path):
+    failed_start(tmp_path / "new" / "run")
+    assert not list(tmp_path.iterdir())
+    RunFolder(tmp_path / "new" / "run", SETTINGS | {"steps": 6}).close()
+
+
+def test_a_failed_start_keeps_what_was_there(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").touch()
+    failed_start(tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "checkpoints"]
+    (tmp_path / "other").mkdir()
+    failed_start(tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("begun", ["config.json", "metrics.jsonl", "summary.json", "checkpoints/step-2"])
+def test_a_run_that_has_begun_is_kept(tmp_path, begun):
+    if begun == "config.json":
+        RunFolder(tmp_path / "run", SETTINGS).close()
+    run = RunFolder(tmp_path / "run", SETTINGS)
+    if begun.startswith("checkpoints"):
+        save(run, 2)
+    elif begun != "config.json":
+        (run.path / begun).write_text('{"step": 1}\n')
+    with pytest.raises(KeyboardInterrupt), run:
+        raise KeyboardInterrupt
+    assert (tmp_path / "run" / begun).exists()
+    with pytest.raises(ValueError, match="other settings"):
+        RunFolder(tmp_path / "run", SETTINGS | {"steps": 6})
+
+
+def test_a_start_beside_another_removes_nothing(run):
+    with pytest.raises(ValueError, match="another process is at work"):
+        RunFolder(run.path, SETTINGS)
+    assert (run.path / "config.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", '{"seed": 3, "ste', "[1]", "\xff"], ids=["empty", "cut", "list", "bytes"])
+@pytest.mark.parametrize(
+    ("name", "read", "remedy"),
+    [
+        ("config.json", lambda run: RunFolder(run.path, SETTINGS), "begin the run anew in another folder"),
+        ("data.json", lambda run: run.check_data({"train_examples": 5}), "remove it"),
+        ("provenance.json", lambda run: run.note_continued(3), "remove it"),
+        ("summary.json", lambda run: run.summary, "remove it"),
+    ],
+    ids=["config", "data", "provenance", "summary"],
+)
+def test_a_damaged_file_is_named(run, name, read, remedy, content):
+    (run.path / name).write_text(content, encoding="latin-1")
+    run.close()
+    with pytest.raises(ValueError, match=rf"run/{name} is damaged: .*; .*{remedy}"):
+        read(run)
+    assert (run.path / name).exists()
+
+
 def test_read_only(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -38,8 +38,10 @@ def in_fresh_process(function: Callable[..., Result], *arguments: object, preloa
         kind, answer = pickle.load(server.stdout)
         if kind != ENDED:
             pickle.load(server.stdout)
-    except BaseException:  # above all an interrupt: nobody waits for the answer any more
+    except BaseException as error:  # above all an interrupt: nobody waits for the answer any more
         stop_server()
+        if isinstance(error, (BrokenPipeError, EOFError)):
+            raise ChildProcessError("the process that starts measurements has ended; repeat the command") from error
         raise
     if kind == ENDED:
         raise MemoryError(

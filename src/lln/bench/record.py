@@ -1,5 +1,6 @@
 """Measured rows with their origin in a JSON file that grows row by row, so that a run can be stopped and continued."""
 
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.bench.measure import noise
-from lln.provenance import provenance
+from lln.provenance import provenance, read_json
 
 Row = dict[str, Any]
 
@@ -45,11 +46,9 @@ class Record:
         self.content: dict[str, Any] = provenance(seed=seed, command=command)
         self.content |= {"setting": dict(setting), "kernel": dict(kernel or {}), "noise": [], "rows": []}
         if path is not None:
-            if path.is_dir():
-                raise ValueError(f"--out must be a file, and {path} is a folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            check_file(path)
             if path.exists() and not fresh:
-                self._continue(json.loads(path.read_text(encoding="utf-8")))
+                self._continue(load(path))
         self.content["noise"].append(self.noise)
 
     @property
@@ -81,8 +80,20 @@ class Record:
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a record."""
-    content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    content: dict[str, Any] = read_json(Path(path), "measure it anew with the option --fresh of its command")
     return content
+
+
+def check_file(path: Path) -> None:
+    """Find out before measuring whether the result can be written to `path`."""
+    if path.is_dir():
+        raise ValueError(f"--out must be a file, and {path} is a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
 
 
 def write_whole(path: Path, text: str) -> None:

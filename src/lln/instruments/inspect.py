@@ -92,7 +92,7 @@ def print_inspection(records: list[Record]) -> None:
         from rich.table import Table
     except ImportError as error:
         raise ImportError("printing needs rich: pip install 'lln-attention[cli]'") from error
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)  # names of models are not markup
     for column, title, unit in PANELS:
         layers, grid = _grid(records, column)
         name = f"{title} ({unit})" if unit else title

@@ -71,6 +71,7 @@ def figure(
     setup = Setup(number=number, head_dim=head_dim, tokens=tokens, seed=seed, commit=commit())
     with style():  # first, so that a missing matplotlib is found out before anything is measured
         module = cast(MeasuredFigure, import_module(f"lln.report.figure_{number}"))
+        directory.mkdir(parents=True, exist_ok=True)
         rows: list[Row] = []
         total = module.count(setup)
         with _progress(number, total) if on_step is None else _given(on_step) as step:
@@ -78,7 +79,6 @@ def figure(
                 rows.append(row)
                 step(len(rows), total)
         assert len(rows) == total, (len(rows), total)
-        directory.mkdir(parents=True, exist_ok=True)
         return save(module.draw(setup, rows), rows, directory, f"figure-{number}")
 
 

@@ -1,6 +1,5 @@
 """Recorded runs as `lln reproduce` leaves them in the results folder: what figures 1, 8, 9, 10 and tables 1, 3 show."""
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from lln.instruments.records import read_records
+from lln.provenance import read_json
 from lln.zoo import describe
 
 
@@ -48,7 +48,7 @@ def read_run(results: Path, name: str, *, made_by: str) -> Run:
 def load_run(folder: Path) -> Run:
     """A finished run, from its folder or from the small files of it that are kept as its result."""
     config, provenance, summary = (
-        json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
+        read_json(folder / f"{part}.json", "make the run anew, or copy the file from its run folder")
         for part in ("config", "provenance", "summary")
     )
     records = folder / "records.jsonl"

@@ -1,11 +1,15 @@
 """Settings of a run: frozen dataclasses whose fields are also the flags of `lln train`."""
 
+import ast
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+import torch
+
 from lln import zoo
+from lln.zoo.registry import check_options
 
 DECAYS = ("linear", "cosine", "constant")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -19,14 +23,46 @@ def setting(default: Any, help: str, *, flag: str | None = None) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def parse_options(given: Sequence[str], *, flag: str = "--option") -> dict[str, Any]:
+    """Options of a mechanism from `name=value`; a value that Python does not read as one is a string."""
+    options: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"{flag} takes name=value, as block_size=64; got {text!r}")
+        if name in options:
+            raise ValueError(f"{flag} {name} is given twice")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            options[name] = value
+    return options
+
+
+def check_attention(attention: str, options: Mapping[str, Any], *, heads: int, width: int, tokens: int) -> None:
+    """Refuse options that a mechanism cannot work with in a model of these sizes, by building it and running it once.
+
+    This takes milliseconds: it comes before a folder is made and data are read.
+    """
+    if width % heads:
+        raise ValueError(f"a width of {width} does not divide into {heads} heads")
+    sizes = {"num_heads": heads, "head_dim": width // heads, "max_len": tokens}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            zoo.build(attention, **sizes, **options)(*torch.ones(3, 1, heads, 2, width // heads))
+        except Exception as error:  # whatever a mechanism raises, the options are what differs from run to run
+            given = ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
+            raise ValueError(f"{attention} cannot be built with these options ({given}): {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What every experiment has. `preset(name)` gives the values of a preset, `PRESETS`, with changes."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {}
     OTHER_ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # names beside those of the zoo
-    # What a preset gives a mechanism unless it is told otherwise. A small model from a random start hears too much of
-    # the far, which is noise at first, in the average of LLN+Diag; its heads do better to learn how much they want.
+    # What a preset gives a mechanism unless it is told otherwise. In a small model from a random start the far part of
+    # LLN+Diag is noise at first, and the plain average gives it too much weight: its heads learn the share instead.
     OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
         "laptop": {"lln_diag": {"combine": "ratio", "share": 0.1}}
     }
@@ -92,7 +128,7 @@ class TrainConfig:
         self._one_of("decay", *DECAYS)
         self._one_of("precision", *PRECISIONS)
         if self.attention not in self.OTHER_ATTENTIONS:
-            zoo.describe(self.attention)  # refuses a name that does not exist
+            check_options(self.attention, self.options)  # also refuses a name that does not exist
 
     def _at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:

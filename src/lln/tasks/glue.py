@@ -1,7 +1,6 @@
 """GLUE: a pre-trained run fine-tuned to classify sentences and pairs of sentences (the paper's table 1)."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, RobertaForSequenceClassification
 
 from lln.hf import convert
+from lln.provenance import read_json
+from lln.tasks.config import check_attention
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.glue import TASKS, read_glue
 from lln.tasks.data.order import draws
 from lln.tasks.data.tokenizer import load_tokenizer
 from lln.tasks.mlm import roberta_config
 from lln.tasks.presets import SAME, GlueConfig, MlmConfig
-from lln.tasks.run import open_run, processes
+from lln.tasks.run import CONFIG, RESTORE, open_run, processes
 from lln.tasks.trainer import Summary, fit
 
 __all__ = ["GlueConfig", "build_model", "pretraining", "train"]
@@ -60,15 +61,17 @@ def pretraining(start: str) -> MlmConfig:
     if not start:
         raise ValueError("say which pre-training run to start from: --from FOLDER, made by `lln train mlm`")
     folder = Path(start)
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise ValueError(f"{folder} is no run folder: it has no config.json") from None
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is no run folder: it has no {CONFIG}")
+    settings = read_json(folder / CONFIG, RESTORE[CONFIG])
     if settings.pop("experiment", None) != "mlm":
         raise ValueError(f"{folder} is no pre-training run; make one with `lln train mlm`")
     if not (folder / "summary.json").exists():
         raise ValueError(f"the pre-training run {folder} is not finished; repeat its command first")
-    return MlmConfig(**settings | {"betas": tuple(settings["betas"])})
+    try:
+        return MlmConfig(**settings | {"betas": tuple(settings.get("betas", MlmConfig.betas))})
+    except (TypeError, ValueError) as error:  # of a setting that is unknown or refused
+        raise ValueError(f"{folder / CONFIG} is not of this version of lln: {error}; repeat the run with it") from error
 
 
 def build_model(
@@ -102,6 +105,8 @@ def train(config: GlueConfig, *, out: Path | None = None, data_dir: Path | None 
         config = dataclasses.replace(config, attention=before.attention, options=before.options)
     if config.max_length > before.length:
         raise ValueError(f"max_length {config.max_length} is more than the {before.length} tokens of {config.start}")
+    sizes = {"heads": before.heads, "width": before.width, "tokens": before.length + 2}
+    check_attention(config.attention, config.options, **sizes)
     data = find_data(data_dir)
     with open_run("glue", config, out, name=f"glue-{config.task}", quiet=quiet) as run:
         if run.summary is not None:

@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 
 from lln.hf import convert
+from lln.tasks.config import check_attention
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.masking import IGNORED, MaskedDataset
-from lln.tasks.data.text import read_documents
+from lln.tasks.data.text import default_source, read_documents
 from lln.tasks.data.tokenizer import load_tokenizer, pack
 from lln.tasks.presets import MlmConfig
 from lln.tasks.run import open_run, processes
@@ -110,7 +111,9 @@ def train(config: MlmConfig, *, out: Path | None = None, data_dir: Path | None =
     """Pre-train, or continue to, or do nothing if the run is finished; returns its summary."""
     data = find_data(data_dir)
     if config.source == "auto":
-        config = dataclasses.replace(config, source="stdlib" if data is None else "wikitext-2+wikipedia")
+        config = dataclasses.replace(config, source=default_source(data))
+    sizes = {"heads": config.heads, "width": config.width, "tokens": config.length + 2}
+    check_attention(config.attention, config.options, **sizes)
     with open_run("mlm", config, out, quiet=quiet) as run:
         if run.summary is not None:
             return run.summary

@@ -73,6 +73,11 @@ class MlmConfig(TrainConfig):
         },
     }
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("length", "layers", "width", "heads", "feedforward"):
+            self._at_least(name, 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GlueConfig(TrainConfig):
@@ -172,6 +177,8 @@ class VisionConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("image_size", "patch_size", "layers", "width", "heads", "feedforward", "generated_examples"):
+            self._at_least(name, 1)
         self._one_of("source", "auto", "dogs-vs-cats", "generated")
         if self.image_size % self.patch_size:
             raise ValueError(f"patches of {self.patch_size} pixels do not fill an image of {self.image_size}")

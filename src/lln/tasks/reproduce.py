@@ -5,7 +5,6 @@ several side by side, each with its share of the cores. A run that was interrupt
 is, one that is finished is left alone, and the small files of finished runs (no weights) are copied to the results.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -14,8 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lln.provenance import read_json
+from lln.tasks.data.folder import data_dir as find_data
+from lln.tasks.data.glue import check_glue
+from lln.tasks.data.images import find_dogs_vs_cats
+from lln.tasks.data.text import check_source, default_source
+from lln.tasks.run import CONFIG, PROVENANCE, RESTORE, SUMMARY, make_folder
+
 # Files of a run folder that make up its result.
-RESULT_FILES = ("config.json", "provenance.json", "summary.json", "metrics.jsonl", "records.jsonl")
+RESULT_FILES = (CONFIG, PROVENANCE, SUMMARY, "metrics.jsonl", "records.jsonl")
 
 # The paper's LLN+Diag.
 AVERAGE = ("lln_diag", "--option", "combine=average")
@@ -128,6 +134,11 @@ def reproduce(
         raise ValueError(f"at least one job must run at a time, got {side_by_side}")
     planned = jobs(target)
     waiting = [job for job in planned if not _finished(runs / job.name)]
+    data = find_data(data_dir)
+    if data is not None:
+        check_data(waiting, data)
+    make_folder(runs, "--runs")
+    make_folder(results, "--results")
     for job in planned:
         if job not in waiting:
             collect(runs / job.name, results / job.name, data_dir)
@@ -161,11 +172,32 @@ def reproduce(
         raise ValueError(f"{len(failed + waiting)} runs are not finished: {missing}; the same command tries them again")
 
 
+def check_data(planned: Sequence[Job], data: Path) -> None:
+    """Refuse a data folder that lacks what some runs read, before any of them starts."""
+    missing = []
+    for task in dict.fromkeys(
+        job.arguments[:3] if job.arguments[0] == "glue" else job.arguments[:1] for job in planned
+    ):
+        try:
+            if task[0] == "mlm":
+                check_source(default_source(data), data)
+            elif task[0] == "vision":
+                find_dogs_vs_cats(data)
+            else:
+                check_glue(task[-1], data)
+        except ValueError as error:
+            missing.append(str(error))
+    if missing:
+        raise ValueError(f"the data folder {data} lacks what the runs read: {'; '.join(missing)}")
+
+
 def collect(run: Path, result: Path, data_dir: Path | None = None) -> None:
     """Copy the small files of a finished run, without the paths of this machine: they read `runs` and `DATA`."""
     result.mkdir(parents=True, exist_ok=True)
     for name in RESULT_FILES:
         if (run / name).exists():
+            if name in RESTORE:
+                read_json(run / name, RESTORE[name])  # refuses a damaged file
             text = (run / name).read_text(encoding="utf-8").replace(str(run.parent), "runs")
             text = text if data_dir is None else text.replace(str(data_dir), "DATA")
             (result / name).write_text(text, encoding="utf-8")
@@ -184,16 +216,15 @@ def _start(job: Job, runs: Path, data_dir: Path | None, side_by_side: int) -> su
         command += ["--from", str(runs / job.after)]
     if data_dir is not None:
         command += ["--data-dir", str(data_dir)]
-    runs.mkdir(parents=True, exist_ok=True)
     with (runs / f"{job.name}.log").open("ab") as log:
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
 def _finished(run: Path) -> bool:
-    return (run / "summary.json").exists()
+    return (run / SUMMARY).exists()
 
 
 def _outcome(run: Path) -> str:
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / SUMMARY, RESTORE[SUMMARY])
     return ", ".join(f"{key} {value:.4g}" for key, value in summary.items() if isinstance(value, float))

@@ -14,6 +14,7 @@ Files are written under another name, flushed to the disk and renamed, so under 
 disk has damaged since is found by the manifest.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,6 +23,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -30,13 +32,20 @@ import torch
 from accelerate import PartialState  # type: ignore[import-untyped]
 
 from lln.instruments.records import read_records
-from lln.provenance import commit, provenance
+from lln.provenance import commit, provenance, read_json
 from lln.tasks.config import TrainConfig
 
 Say = Callable[[str], None]
 PARTIAL = ".partial-"
-CONFIG = "config.json"
+CONFIG, DATA, PROVENANCE, SUMMARY = "config.json", "data.json", "provenance.json", "summary.json"
 MANIFEST = "manifest.json"
+# What to do if a file of a run folder is damaged.
+RESTORE = {
+    CONFIG: "restore it, or begin the run anew in another folder",
+    DATA: "remove it, and the command of the run writes it anew",
+    PROVENANCE: "remove it, and the command of the run writes it anew",
+    SUMMARY: "remove it, and the command of the run writes it anew from the last checkpoint",
+}
 
 
 class RunFolder:
@@ -52,16 +61,18 @@ class RunFolder:
         self.main = main
         self.say = say if main else _silent
         self._lock: TextIO | None = None
+        self._made: list[Path] = []  # folders that were not there before, from the inside out
+        self._kept: set[Path] | None = None  # what was in the folder before; None if a run had begun in it
         if main:
             try:
                 self._begin(json.loads(json.dumps(dict(settings))))
             except OSError as error:
-                self.close()
+                self._undo()
                 raise OSError(
                     f"the run folder {self.path} cannot be written: {error.strerror or error}; choose another, --out"
                 ) from error
-            except ValueError:
-                self.close()
+            except BaseException:
+                self._undo()
                 raise
 
     def _begin(self, settings: dict[str, Any]) -> None:
@@ -70,6 +81,8 @@ class RunFolder:
         config = self.path / CONFIG
         if self.path.is_dir() and not config.exists() and any(self._foreign()):
             raise ValueError(f"{self.path} is no run folder, it holds other files; choose another with --out")
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        kept = set() if self._made else set(self.path.iterdir())
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / ".lock").open("a")
         try:
@@ -78,8 +91,9 @@ class RunFolder:
             raise ValueError(
                 f"another process is at work in {self.path}; wait for it, or choose another folder"
             ) from None
+        self._kept = None if config.exists() else kept
         _keep_or_check(config, settings, "settings")
-        history = self.path / "provenance.json"
+        history = self.path / PROVENANCE
         if not history.exists():
             command = " ".join(["lln", *sys.argv[1:]])
             origin = provenance(seed=settings.get("seed", 0), command=command)
@@ -93,16 +107,16 @@ class RunFolder:
     def check_data(self, fingerprint: Mapping[str, Any]) -> None:
         """Refuse to continue with other data than the run began with."""
         if self.main:
-            _keep_or_check(self.path / "data.json", fingerprint, "data")
+            _keep_or_check(self.path / DATA, fingerprint, "data")
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """The result, if the run is finished."""
-        path = self.path / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        path = self.path / SUMMARY
+        return _read(path) if path.exists() else None
 
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint that is whole. Of damaged ones newer than it the user hears a word."""
+        """The newest checkpoint that is whole. Damaged ones that are newer are reported."""
         if self.main:
             for rest in (self.path / "checkpoints").glob(f"{PARTIAL}*"):
                 shutil.rmtree(rest)
@@ -164,9 +178,9 @@ class RunFolder:
                 _replace(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
 
     def note_continued(self, step: int) -> None:
-        path = self.path / "provenance.json"
-        origin = json.loads(path.read_text(encoding="utf-8"))
-        origin["continued"].append({"step": step, "commit": commit(), "at": _now()})
+        path = self.path / PROVENANCE
+        origin = _read(path)
+        origin.setdefault("continued", []).append({"step": step, "commit": commit(), "at": _now()})
         write_json(path, origin)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -181,7 +195,21 @@ class RunFolder:
         save_model(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        write_json(self.path / "summary.json", dict(summary))
+        write_json(self.path / SUMMARY, dict(summary))
+
+    def _undo(self) -> None:
+        """Remove what a start has made that failed before it measured anything, so that it can be repeated with other
+        settings. What was there before is kept.
+        """
+        metrics = self.path / "metrics.jsonl"
+        measured = self._checkpoints() or (metrics.exists() and metrics.stat().st_size > 0)
+        if self._kept is not None and not measured and not (self.path / SUMMARY).exists():
+            with suppress(OSError):  # what stopped the run is to be said; of folders, only empty ones are removed
+                for path in set(self.path.iterdir()) - self._kept:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                for folder in self._made:
+                    folder.rmdir()
+        self.close()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -193,12 +221,15 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._undo()
 
 
 def check_same(path: Path, values: Mapping[str, Any], what: str) -> None:
     """Refuse to go on with a run whose file `path` says that it began with other values."""
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = _read(path)
     different = [name for name in before | dict(values) if before.get(name) != values.get(name)]
     if different:
         changes = "; ".join(f"{name} was {before.get(name)!r}, is {values.get(name)!r}" for name in different)
@@ -206,6 +237,11 @@ def check_same(path: Path, values: Mapping[str, Any], what: str) -> None:
             f"{path.parent} holds a run with other {what}: {changes}. Repeat its command to continue it, or choose "
             "another folder with --out"
         )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = read_json(path, RESTORE[path.name])
+    return content
 
 
 def _keep_or_check(path: Path, values: Mapping[str, Any], what: str) -> None:
@@ -229,6 +265,16 @@ def open_run(experiment: str, config: TrainConfig, out: Path | None, *, name: st
     if run.summary is not None:
         run.say(f"{run.path} is finished: nothing to do.")
     return run
+
+
+def make_folder(path: Path, option: str) -> None:
+    """Make a folder for results before work begins, and find out whether they can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise OSError(f"the folder {path} cannot be written: {error.strerror}; choose another, {option}") from error
 
 
 def write_json(path: Path, value: Any) -> None:

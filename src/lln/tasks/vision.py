@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 from lln.hf import convert
+from lln.tasks.config import check_attention
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.images import ImageData, augment, generated_images, read_dogs_vs_cats
 from lln.tasks.data.order import draws
@@ -73,6 +74,8 @@ def train(
     if config.source == "auto":
         config = dataclasses.replace(config, source="generated" if data is None else "dogs-vs-cats")
     tokens_an_image = (config.image_size // config.patch_size) ** 2 + 1
+    sizes = {"heads": config.heads, "width": config.width, "tokens": tokens_an_image + 1}
+    check_attention(config.attention, config.options, **sizes)
 
     def count_tokens(batch: Batch) -> int:
         return len(batch["labels"]) * tokens_an_image

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lln.instruments.records import RecordFile
+from lln.report.console import plain_console
 
 LINE_SECONDS = 30.0  # between lines where there is no terminal
 
@@ -23,16 +23,16 @@ class Display:
 
     def __init__(self, label: str, steps: int, first_step: int, *, quiet: bool) -> None:
         self._label, self._steps, self._quiet = label, steps, quiet
-        self._console = Console(stderr=True)
+        self._console = plain_console(stderr=True)
         self._began, self._first_step = time.monotonic(), first_step
         self._last_line = -LINE_SECONDS
         self._bar: Progress | None = None
         if not quiet and self._console.is_terminal:
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
+                TextColumn("{task.fields[numbers]}", markup=False),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
             )
@@ -42,7 +42,7 @@ class Display:
 
     def say(self, message: str) -> None:
         if not self._quiet:
-            self._console.print(message, highlight=False, markup=False)
+            self._console.print(message)
 
     def step(self, step: int) -> None:
         if self._bar is not None:

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +79,12 @@ def test_methods_with_options():
         (lambda: matrix([]), "at least one task"),
         (lambda: matrix(["speech"]), "no task is called"),
         (lambda: matrix(methods=["magic"]), "no mechanism is called 'magic'"),
-        (lambda: matrix(methods=["lln:magic=1"]), "lln has no option magic"),
+        (lambda: matrix(methods=["lln:magic=1"]), "lln has no option magic; its options are: matching: Literal"),
+        (lambda: matrix(methods=["lln:alpha=much"]), "the option alpha of lln cannot be 'much'; expected alpha: float"),
+        (lambda: matrix(methods=["lln_diag:block_size=0"]), "block_size must be at least 1"),
+        (lambda: matrix(methods=["lln:alpha=1:alpha=2"]), "alpha is given twice"),
+        (lambda: next(bench.compare(["text", "speech"], ["softmax"])), "no task is called 'speech'"),
+        (lambda: next(bench.compare(["text"], ["softmax", "magic"])), "no mechanism is called 'magic'"),
         (lambda: matrix(preset="phone"), "there are: paper, laptop"),
         (lambda: matrix(evaluate_on="train"), "valid or test"),
     ],
@@ -132,6 +138,23 @@ def test_matrix_goes_on_where_it_was(tmp_path, data_dir, monkeypatch):
     with pytest.raises(ValueError, match=r"seed0 holds a run with other settings: steps was 3, is 4\."):
         run_matrix(longer, out=tmp_path, data_dir=data_dir)
     assert started == runs[1:]
+
+
+def test_damaged_files_of_a_run(tmp_path, data_dir):
+    (run,) = matrix(["listops"], ["softmax"], **TINY)
+    folder = tmp_path / run.name
+    result = train(run, out=folder, data_dir=data_dir, quiet=True)
+    (folder / RESULT).write_text('{"task": ')
+    with pytest.raises(ValueError, match=rf"{RESULT} is damaged: .*; remove it"):
+        run_matrix([run], out=tmp_path, data_dir=data_dir)
+    (folder / RESULT).unlink()
+    assert train(run, out=folder, data_dir=data_dir, quiet=True)["accuracy"] == result["accuracy"]
+    worker = runner._Worker(run, folder, tmp_path / "log", SimpleNamespace(poll=lambda: None))
+    assert worker.look() == (3, "testing", False)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+    assert worker.look() == (2, "loss 1.500", False)
+    (folder / "metrics.jsonl").write_text('{"step"\n')
+    assert worker.look() == (0, "starting", False)
 
 
 def test_a_stopped_matrix_leaves_what_is_finished(tmp_path, data_dir, monkeypatch):

@@ -30,7 +30,8 @@ def cache_dir() -> Path:
     """The folder of the cache, made if it is new."""
     folder = cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # Kernels are kept there too, which are not loaded from a folder that others can write to.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(_no_cache(folder, error)) from error
     return folder

@@ -93,6 +93,12 @@ def read_glue(task: str, split: Literal["train", "validation"], data_dir: Path |
     return datasets.Dataset.from_dict(found, datasets.Features({"text_a": text, "text_b": text, "label": label}))
 
 
+def check_glue(task: str, data_dir: Path) -> None:
+    """Refuse a data folder that has no examples of a task."""
+    for split in ("train", "validation"):
+        _from_folder(data_dir / "glue" / task, split, TASKS[task])  # finds the files, and reads no examples yet
+
+
 def _from_folder(folder: Path, split: str, task: GlueTask) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it was found, row) for each example."""
     name = task.train_file if split == "train" else task.validation_file

@@ -47,7 +47,7 @@ def read_dogs_vs_cats(data_dir: Path | None, *, size: int = 64, split: Split) ->
         raise ValueError(f"size must be at least 1, got {size}")
     if data_dir is None:
         raise ValueError("Dogs vs Cats needs data: give --data-dir or set LLN_DATA to the folder with dogs-vs-cats/")
-    path = require(data_dir / "dogs-vs-cats" / "train.zip", "images cat.N.jpg and dog.N.jpg, zipped")
+    path = find_dogs_vs_cats(data_dir)
     key = file_digest(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -64,6 +64,10 @@ def read_dogs_vs_cats(data_dir: Path | None, *, size: int = 64, split: Split) ->
     labels = np.array([entry.label for entry in entries], dtype=np.int64)
     chosen = slice(held_out) if split == "validation" else slice(held_out, None)
     return ImageData(images[chosen], labels[chosen], PETS)
+
+
+def find_dogs_vs_cats(data_dir: Path) -> Path:
+    return require(data_dir / "dogs-vs-cats" / "train.zip", "images cat.N.jpg and dog.N.jpg, zipped")
 
 
 def generated_images(*, size: int, count: int, classes: int = 2, seed: int, split: Split = "train") -> ImageData:

@@ -10,7 +10,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from lln.tasks.data import hub
 from lln.tasks.data.folder import hashed_share, require
@@ -47,11 +47,23 @@ def read_documents(source: str, split: Split, data_dir: Path | None) -> list[str
     return documents
 
 
+def default_source(data_dir: Path | None) -> str:
+    return "stdlib" if data_dir is None else "wikitext-2+wikipedia"
+
+
+def check_source(source: str, data_dir: Path) -> None:
+    """Refuse a named source, or several joined with "+", whose files are not in `data_dir`."""
+    for name in source.split("+"):
+        for split in get_args(Split):
+            _read(name, split, data_dir)  # finds the file, and reads nothing yet
+
+
 def _read(source: str, split: Split, data_dir: Path | None) -> Iterator[str]:
     if source == "stdlib":
         return _stdlib(split)
     if source == "wikitext-2":
-        return _wikitext(_in(data_dir, source) / {"train": "train.txt", "validation": "valid.txt"}[split])
+        path = _in(data_dir, source) / {"train": "train.txt", "validation": "valid.txt"}[split]
+        return _wikitext(require(path, "WikiText-2, one paragraph a line"))
     if source == "wikipedia":
         return _side(split, _wikipedia(_in(data_dir, source) / "enwiki.jsonl.gz"))
     if source.startswith("hub:"):
@@ -104,7 +116,7 @@ def _wikitext(path: Path) -> Iterator[str]:
     article: list[str] = []
     before = ""
     pending = ""  # what may be a title, until the line after it is known
-    for _, raw in read_lines(require(path, "WikiText-2, one paragraph a line")):
+    for _, raw in read_lines(path):
         line = raw.strip()
         if pending and not line:
             yield "\n".join(article)

@@ -14,7 +14,7 @@ import torch
 
 from lln.bench.measure import time_in_turns
 from lln.tasks.lra.examples import TASKS, task_named
-from lln.tasks.lra.model import OPTIONS, Classifier
+from lln.tasks.lra.model import OPTIONS, Classifier, Shape, build_attention
 
 METHODS = (
     "softmax_explicit",
@@ -66,6 +66,9 @@ def compare(
     """
     if not methods:
         raise ValueError("name at least one method")
+    for task in tasks:  # refuses an unknown name before anything is measured
+        for name in methods:
+            build_attention(name, shape=Shape(), max_len=task_named(task).length, **OPTIONS.get(name, {}))
     for task in tasks:
         length, batch = task_named(task).length, batch_size(task)
         steps = {name: training_step(task, name, length=length, batch=batch, seed=seed) for name in methods}

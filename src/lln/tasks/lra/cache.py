@@ -7,6 +7,7 @@ holds against its sum, and has what is damaged made anew.
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -56,7 +57,13 @@ def in_blocks(
             # Not by fork: it would copy a process in which torch may have started threads.
             with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
                 try:
-                    for made in pool.map(block, *zip(*jobs, strict=True)):
+                    # The processes inherit this: Ctrl-C, which reaches all of them, is for this process alone.
+                    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                    try:
+                        results = pool.map(block, *zip(*jobs, strict=True))
+                    finally:
+                        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                    for made in results:
                         blocks.append(made)
                         advance()
                 except BrokenProcessPool as error:

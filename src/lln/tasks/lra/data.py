@@ -58,6 +58,7 @@ def sizes(name: str, examples: int | None = None) -> tuple[int, int, int]:
 
     ListOps holds out 2,000 and 2,000, whatever there is to train on; pathfinder an eighth of it for each.
     """
+    task_named(name)
     if name not in GENERATED:
         raise ValueError(f"{name} is read, not generated; these are: {', '.join(GENERATED)}")
     train = GENERATED[name] if examples is None else examples

@@ -51,7 +51,7 @@ def build_attention(name: str, *, shape: Shape, max_len: int, **options: Any) ->
     return zoo.build(name, **sizes, **options)
 
 
-class ExplicitSoftmax(zoo.Mechanism):
+class ExplicitSoftmax(zoo.PeerMechanism):
     """Softmax attention with its N x N matrix in memory, as it was before torch had a fused form."""
 
     name = "softmax_explicit"

@@ -11,7 +11,6 @@ around attention), gradients are clipped by their norm (there by value), and the
 model differs in retrieval alone: means over the tokens are standardised, without which LLN+Diag learned nothing.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any
 
 import torch
 
-from lln.provenance import provenance
-from lln.tasks.config import TrainConfig, setting
+from lln.provenance import provenance, read_json
+from lln.tasks.config import TrainConfig, check_attention, setting
 from lln.tasks.lra.data import load
 from lln.tasks.lra.examples import SPLITS, Data, collate, task_named
-from lln.tasks.lra.model import OPTIONS, Classifier, Shape, build_attention
+from lln.tasks.lra.model import OPTIONS, Classifier, Shape
 from lln.tasks.run import RunFolder, write_json
 from lln.tasks.trainer import Batch, fit
 
@@ -89,11 +88,9 @@ def recipe(
     length = task_named(task).length
     values = BUDGETS[preset][task] | changes
     own = OPTIONS.get(attention, {}) | dict(options or {})
-    try:
-        build_attention(attention, shape=Shape(), max_len=length, **own)
-    except TypeError as error:  # an option that it does not have
-        raise ValueError(str(error)) from error
-    return LraConfig(task=task, attention=attention, options=own, seed=seed, **values)
+    config = LraConfig(task=task, attention=attention, options=own, seed=seed, **values)
+    check_attention(attention, own, heads=Shape.heads, width=Shape.width, tokens=length)
+    return config
 
 
 def read_data(config: LraConfig, data_dir: Path | None) -> Data:
@@ -153,7 +150,8 @@ def train(config: LraConfig, *, out: Path, data_dir: Path | None = None, quiet: 
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    remedy = "remove it, and the command of the run writes it anew"
+    result: dict[str, Any] = read_json(folder / RESULT, remedy)
     return result
 
 

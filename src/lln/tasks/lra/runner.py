@@ -4,7 +4,6 @@ A run lives in a folder named after it and can be stopped at any moment: the sam
 unfinished. A process whose parent is gone stops by itself, with a checkpoint.
 """
 
-import ast
 import json
 import os
 import signal
@@ -13,14 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lln.instruments.records import read_records
+from lln.tasks.config import parse_options
 from lln.tasks.lra.examples import TASKS
 from lln.tasks.lra.recipe import RESULT, LraConfig, read_data, read_result, recipe
-from lln.tasks.run import CONFIG, check_same, write_json
+from lln.tasks.run import CONFIG, check_same, make_folder, write_json
 
 METHODS = ("softmax", "reformer", "performer", "skyformer", "lln", "lln_diag")
 POLL_SECONDS = 1.0
@@ -32,17 +33,8 @@ Tell = Callable[[LraConfig, int, str], None]
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     """A method and its options, as lln_diag or lln_diag:block_size=128:matching=entropy."""
-    name, *rest = text.split(":")
-    options = {}
-    for part in rest:
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"a method's option is written name=value, got {part!r} in {text!r}")
-        try:
-            options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[key] = value
-    return name, options
+    name, *options = text.split(":")
+    return name, parse_options(options, flag=f"{name}:")
 
 
 def matrix(
@@ -82,7 +74,7 @@ def run_matrix(
         begun = out / run.name / CONFIG
         if begun.exists():
             check_same(begun, run.settings(), "settings")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "--out")
     tell = tell or (lambda run, step, word: None)
     todo = [run for run in runs if not (out / run.name / RESULT).exists()]
     for run in runs:
@@ -128,8 +120,6 @@ class _Worker:
     folder: Path
     log: Path
     process: "subprocess.Popen[bytes]"
-    _read: int = field(default=0)  # bytes of its metrics so far
-    _line: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def start(cls, config: LraConfig, out: Path, data_dir: Path | None, *, threads: int) -> "_Worker":
@@ -150,22 +140,14 @@ class _Worker:
     def look(self) -> tuple[int, str, bool]:
         """The steps done, a word on how it goes, and whether it has ended."""
         ended = self.process.poll() is not None
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.exists():
-            if metrics.stat().st_size < self._read:
-                self._read = 0  # it was continued from a checkpoint, and lines after that were cut off
-            with metrics.open("rb") as file:
-                file.seek(self._read)
-                *whole, _ = file.read().split(b"\n")
-            self._read += sum(len(line) + 1 for line in whole)
-            for line in whole:
-                parsed = json.loads(line)
-                if "loss" in parsed:
-                    self._line = parsed
         if ended and (self.folder / RESULT).exists():
             return self.config.steps or 0, _word(read_result(self.folder)), True
-        step = int(self._line.get("step", 0))
-        word = f"loss {self._line['loss']:.3f}" if self._line else "starting"
+        try:
+            lines = [line for line in read_records(self.folder / "metrics.jsonl") if line.get("loss") is not None]
+        except (FileNotFoundError, ValueError):  # not begun; or damaged, which the run itself refuses
+            lines = []
+        step = int(lines[-1]["step"]) if lines else 0
+        word = f"loss {lines[-1]['loss']:.3f}" if lines else "starting"
         return step, "testing" if step == self.config.steps else word, ended
 
     def last_words(self) -> str:

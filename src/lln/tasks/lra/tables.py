@@ -4,13 +4,13 @@ Both read what was recorded: `lra-cost.json` by `lln lra bench --out`, `lra.json
 runs.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lln.provenance import read_json
 from lln.report.tables import Table
 from lln.tasks.lra.examples import TASKS
 from lln.tasks.lra.model import OPTIONS
@@ -59,7 +59,7 @@ _FREE = {"attention", "options", "seed", "log_every", "eval_every", "save_every"
 
 def table_4(results: Path) -> Table:
     """Time and memory of training, as multiples of LLN + Diag's."""
-    recorded = _read(results, COSTS, "lln lra bench")
+    recorded = _read(results, COSTS, "lln lra bench", dict)
     cost = {(row["task"], row["method"]): row for row in recorded["rows"]}
     rows = []
     for quantity, published, key in (
@@ -96,7 +96,7 @@ def table_5(results: Path) -> Table:
 
     Once all tasks were run it has averages, and rows of what was published for methods that were not.
     """
-    recorded = _read(results, RESULTS, "lln lra run")
+    recorded = _read(results, RESULTS, "lln lra run", list)
     tested = [result for result in recorded if result["evaluated_on"] == "test"]
     if not tested:
         raise ValueError(f"{results / RESULTS} has no run that was tested")
@@ -142,11 +142,11 @@ def table_5(results: Path) -> Table:
     )
 
 
-def _read(results: Path, name: str, command: str) -> Any:
+def _read(results: Path, name: str, command: str, kind: type) -> Any:
     path = results / name
     if not path.exists():
         raise ValueError(f"{path} is missing: it is recorded with `{command}`")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path, f"record it anew with `{command}`", kind=kind)
 
 
 def _budget(tested: Sequence[dict[str, Any]], task: str) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Packed sequences: each is computed as it is alone, and no value crosses a border."""
+
+import functools
+
+import pytest
+import torch
+
+import lln
+
+CALLS = {
+    "lln": ("lln_attention", {}),
+    "lln-causal": ("lln_attention", {"is_causal": True}),
+    "unbiased": ("lln_attention", {"form": "unbiased"}),
+    "diag": ("lln_diag_attention", {"block_size": 8}),
+    "window-causal": ("lln_diag_attention", {"block_size": 8, "near": "window", "is_causal": True}),
+    "blocks": ("block_diagonal_attention", {"block_size": 8}),
+}
+LENGTHS = {"uneven": [5, 1, 0, 17, 40, 3], "equal": [16, 16, 16], "one": [30], "mostly empty": [0, 0, 7, 0]}
+
+
+def starts_of(lengths):
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("call", CALLS)
+def test_each_sequence_is_computed_as_alone(tokens, call, lengths, dtype):
+    name, options = CALLS[call]
+    starts = starts_of(LENGTHS[lengths])
+    inputs = tokens(B=1, H=4, Hk=2, N=int(starts[-1]), D=16, dtype=dtype, grad=True)
+    output = getattr(lln, name)(*inputs, cu_seqlens=starts, **options)
+    gradient = torch.randn_like(output)
+    found = [output, *torch.autograd.grad(output, inputs, gradient)]
+    parts = [x.split(LENGTHS[lengths], dim=2) for x in inputs]
+    alone = torch.cat([getattr(lln, name)(*part, **options) for part in zip(*parts, strict=True)], dim=2)
+    for x, y in zip(found, [alone, *torch.autograd.grad(alone, inputs, gradient)], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("noise", [1e30, torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("lengths", ["uneven", "equal"])
+@pytest.mark.parametrize("call", CALLS)
+def test_no_value_crosses_a_border(tokens, call, lengths, noise):
+    name, options = CALLS[call]
+    starts = starts_of(LENGTHS[lengths])
+    attention = functools.partial(getattr(lln, name), cu_seqlens=starts, **options)
+    clean = tokens(B=1, N=int(starts[-1]), dtype=torch.float32)
+    own = slice(int(starts[-2]), None)  # the last sequence
+    dirty = [torch.full_like(x, noise) for x in clean]
+    for x, y in zip(dirty, clean, strict=True):
+        x[:, :, own] = y[:, :, own]
+    results = []
+    for inputs in (clean, dirty):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        output = attention(*leaves)[:, :, own]
+        output.square().sum().backward()
+        results.append([output, *(x.grad[:, :, own] for x in leaves)])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_scales_and_centers_of_packed_sequences(tokens):
+    q, k, v = tokens(B=1, H=2, N=30, D=8)
+    starts = starts_of([12, 18])
+    alpha, beta = torch.rand(1, 2, 30) + 0.5, torch.rand(2) + 0.5
+    centers = torch.randn(1, 2, 8, dtype=torch.float64), torch.randn(2, 8, dtype=torch.float64)
+    options = {"beta": beta, "form": "decomposed", "centers": centers}
+    packed = lln.lln_attention(q, k, v, cu_seqlens=starts, alpha=alpha, **options)
+    for part in (slice(0, 12), slice(12, 30)):
+        alone = lln.lln_attention(*(x[:, :, part] for x in (q, k, v)), alpha=alpha[..., part], **options)
+        torch.testing.assert_close(packed[:, :, part], alone)
+
+
+WRONG = {
+    "float": (torch.tensor([0.0, 8.0]), TypeError, "int32 tensor"),
+    "list": ([0, 8], TypeError, "int32 tensor"),
+    "end": (torch.tensor([0, 7]), ValueError, r"from 0 to the 8 tokens, got \[0, 7\]"),
+    "start": (torch.tensor([1, 8]), ValueError, "from 0 to the 8 tokens"),
+    "falling": (torch.tensor([0, 6, 4, 8]), ValueError, "from 0 to the 8 tokens"),
+    "empty": (torch.tensor([], dtype=torch.int32), ValueError, "from 0 to the 8 tokens"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_sequences_are_refused(tokens, wrong):
+    starts, kind, message = WRONG[wrong]
+    with pytest.raises(kind, match=message):
+        lln.lln_attention(*tokens(B=1, N=8), cu_seqlens=starts)
+
+
+def test_masks_and_batches_beside_sequences_are_refused(tokens):
+    starts = torch.tensor([0, 3, 8])
+    with pytest.raises(ValueError, match="leave key_padding_mask out"):
+        lln.lln_attention(*tokens(B=1, N=8), cu_seqlens=starts, key_padding_mask=torch.tensor([8]))
+    with pytest.raises(ValueError, match="a batch of 1"):
+        lln.lln_attention(*tokens(B=2, N=8), cu_seqlens=starts)
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        lln.lln_attention(*tokens(B=1, N=8, M=5), cu_seqlens=starts)
