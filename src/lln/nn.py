@@ -237,8 +237,8 @@ class LLNAttention(Mechanism):
     def _check_heads(self, query: Tensor) -> None:
         if query.dim() == 4 and (query.shape[1], query.shape[3]) != (self.num_heads, self.head_dim):
             raise ValueError(
-                f"{type(self).__name__} was built for num_heads={self.num_heads} and head_dim={self.head_dim}, got query "
-                f"{tuple(query.shape)}, which should be (batch, heads, tokens, features)"
+                f"{type(self).__name__} was built for num_heads={self.num_heads} and head_dim={self.head_dim}, got "
+                f"query {tuple(query.shape)}, which should be (batch, heads, tokens, features)"
             )
 
     def extra_repr(self) -> str:
