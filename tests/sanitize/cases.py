@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import lln
-from lln.backends import explain
-from lln.backends.cpu import build
+from lln.backends.cpu import CpuBackend, build
+from lln.problem import Near, Problem
 
-CASES = 200
+CASES = 300
 WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136, 256)
 LENGTHS = (1, 2, 7, 63, 64, 65, 130, 200, 530, 700, 1500)
 MOST_WORK = 4e7  # multiplications of a case: about 0.2 seconds
@@ -39,7 +39,9 @@ class Case:
     width: int
     value_width: int
     attention: str
+    near: Near
     block_size: int
+    weights: str  # of keys
     is_causal: bool
     matching: str
     scales: str
@@ -51,6 +53,8 @@ class Case:
     def work(self) -> float:
         size = self.batch * self.heads * max(self.queries, self.keys)
         near = 0 if self.attention == "lln_attention" else min(self.block_size, self.keys)
+        if self.near == "window" and self.values == "infinite":
+            near *= 16  # one query at a time
         return size * (self.width + self.value_width) * (64 + self.width + near)
 
 
@@ -74,7 +78,9 @@ def draw(choice: Callable[[Any], Any]) -> Case:
         width=choice(WIDTHS),
         value_width=choice(WIDTHS),
         attention=attention,
+        near=choice(("blocks", "window")),
         block_size=choice((1, 7, 16, 64, 100, 1024)),
+        weights=choice(("none", "none", "normal", "large", "one head", "infinite")),
         is_causal=is_causal,
         matching=choice(("variance", "entropy", "linear")),
         scales=choice(scales),
@@ -146,26 +152,40 @@ def make_scales(case: Case) -> dict[str, Any]:
     return {name: torch.rand(shapes[case.scales]).add(0.5).requires_grad_() for name in ("alpha", "beta")}
 
 
+def make_weights(case: Case) -> Tensor | None:
+    weights = torch.randn(case.batch, case.heads, case.keys)
+    match case.weights:
+        case "none":
+            return None
+        case "large":
+            weights *= 1e4
+        case "one head":
+            weights = weights[:, :1].expand_as(weights)
+        case "infinite":
+            weights[torch.rand(weights.shape) < 0.02] = torch.inf
+    return weights.requires_grad_()
+
+
 def run(case: Case) -> None:
     torch.set_num_threads(case.threads)
     inputs, gradient = make_inputs(case)
     options: dict[str, Any] = {"is_causal": case.is_causal}
     options["key_padding_mask"] = make_mask(case.mask, case.batch, case.keys)
-    if case.attention != "lln_attention":
-        options["block_size"] = case.block_size
-    elif case.mask == "holes" and not case.is_causal:
+    if case.attention == "lln_attention" and case.mask == "holes" and not case.is_causal:
         options["query_padding_mask"] = make_mask("right", case.batch, case.queries)
-    scales = {} if case.attention == "block_diagonal_attention" else make_scales(case)
-    given = {name: scale for name, scale in scales.items() if name != "matching"}
-    reason = explain(*inputs, is_causal=case.is_causal, block_size=options.get("block_size"), **given)
-    assert reason.startswith("cpu: yes"), reason
-    attention = getattr(lln, case.attention)
+    far = case.attention != "block_diagonal_attention"
+    scales = make_scales(case) if far else {}
+    near = None if case.attention == "lln_attention" else case.near
+    problem = Problem.make(*inputs, far=far, near=near, block_size=case.block_size, **options, **scales)
+    problem = dataclasses.replace(problem, key_weight=make_weights(case) if far else None)
+    backend = CpuBackend()
+    assert backend.why_not(problem) is None, backend.why_not(problem)
     with torch.no_grad():
-        results = [attention(*inputs, **options, **scales)]
-    leaves = [*inputs, *(x for x in given.values() if isinstance(x, Tensor))]
-    output = attention(*inputs, **options, **scales)
+        results = [backend.attention(problem)]
+    leaves = [*inputs, *(x for x in (*scales.values(), problem.key_weight) if isinstance(x, Tensor))]
+    output = backend.attention(problem)
     results += [output, *torch.autograd.grad(output, leaves, gradient)]
-    if case.values == "normal":
+    if case.values == "normal" and (problem.key_weight is None or problem.key_weight.isfinite().all()):
         assert all(x.isfinite().all() for x in results), "NaN in results: memory is read before it is written"
 
 

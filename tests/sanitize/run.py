@@ -61,7 +61,7 @@ def run(flavour: str, place: Path, settings: dict[str, str], only: list[str]) ->
     """Build a flavour and run its cases; True if something was found."""
     library = build.build(flavour)
     faults = place / f"faults-{flavour}.so"
-    flags = [*build.FLAGS, *build.FLAVOURS[flavour][0], f"-I{Path(build.__file__).parent / 'cpu'}"]
+    flags = [*build.FLAGS, *build.FLAVOURS[flavour][0], f"-I{Path(build.__file__).parent / 'src'}"]
     subprocess.run([build._compiler(), *flags, "-o", str(faults), str(FOLDER / "faults.c"), "-lm"], check=True)
     command = [sys.executable, str(FOLDER / "cases.py"), flavour, str(library), str(faults), *only]
     done = subprocess.run(command, env=settings, capture_output=True, text=True)

@@ -34,11 +34,8 @@ class CpuBackend(Backend):
             if width % 8 != 0 or not 8 <= width <= MAX_WIDTH:
                 return f"{name} {width} is not a multiple of 8 up to {MAX_WIDTH}"
         if problem.near and min(problem.block_size, problem.key.shape[2]) > MAX_BLOCK:
-            return f"blocks of {min(problem.block_size, problem.key.shape[2])} tokens are larger than {MAX_BLOCK}"
-        if problem.near == "window":
-            return 'near is "window"'
-        if problem.key_weight is not None:
-            return "keys have weights of their own"
+            what = "windows" if problem.near == "window" else "blocks"
+            return f"{what} of {min(problem.block_size, problem.key.shape[2])} tokens are larger than {MAX_BLOCK}"
         if not problem.is_causal:
             for name, scale in (("alpha", problem.alpha), ("beta", problem.beta)):
                 if scale is not None and scale.shape[2] != 1:
@@ -53,7 +50,8 @@ class CpuBackend(Backend):
 
     def attention(self, problem: Problem) -> Tensor:
         """Matching, LLN attention and its mean with the neighbours are one call into C."""
-        if problem.far and problem.scope == "batch" and (problem.alpha is None or problem.beta is None):
+        apart = problem.scope == "batch" or problem.key_weight is not None  # what the C code does not match itself
+        if problem.far and apart and (problem.alpha is None or problem.beta is None):
             alpha, beta = problem.scales()
             problem = replace(problem, alpha=alpha, beta=beta)
         return attention(problem)

@@ -20,7 +20,7 @@ from lln.curves import Matching
 # What the tiles of the C code can hold.
 MAX_WIDTH, MAX_BLOCK = 256, 1024
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-JOB = struct.Struct("=14q16q2q8q2q3q6d16q2q")  # the fields of `Job` in cpu/job.h
+JOB = struct.Struct("=14q16q2q8q2q3q6d16q2q6q")  # the fields of `Job` in cpu/job.h
 NO_TENSOR = (0, 0, 0, 0)
 
 _forked = False
@@ -70,10 +70,13 @@ def forward(
     block_size: int,
     is_causal: bool,
     matching: Matching,
+    is_window: bool = False,
+    key_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, alpha, beta, and what the backward pass needs of all keys: `mass` and `values` of job.h.
 
-    `block_size` 0 is LLN attention; otherwise the mean of LLN and the attention inside blocks, or the latter alone.
+    `block_size` 0 is LLN attention; otherwise the mean of LLN and the attention inside blocks, or in windows of that
+    size, or the latter alone.
     """
     output, *scales, mass, values = make_room(query, value, alpha, beta, with_lln, is_causal)
     query, key, value = _rows(query), _rows(key), _rows(value)
@@ -91,6 +94,7 @@ def forward(
         curve_of(query.shape[3], matching).fields,
         NO_TENSOR * 4,
         (0, 0),
+        (is_window, *_weight_layout(key_weight), 0),
     )
     return output, scales[0], scales[1], mass, values
 
@@ -110,9 +114,14 @@ def backward(
     block_size: int,
     is_causal: bool,
     grad_scales: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, and with `grad_scales` those of alpha and beta, (B, H, tokens)."""
-    *grads, grad_alpha, grad_beta = make_gradients(query, key, value, keep_key, grad_scales)
+    is_window: bool = False,
+    key_weight: Tensor | None = None,
+    grad_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, with `grad_scales` those of alpha and beta, (B, H, tokens), and with
+    `grad_weight` that of `key_weight`, (B, H, M)."""
+    gradients = make_gradients(query, key, value, keep_key, grad_scales, grad_weight)
+    grads, (grad_alpha, grad_beta, of_weight) = gradients[:3], gradients[3:]
     query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
     _run(
         "lln_backward",
@@ -128,8 +137,9 @@ def backward(
         (0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
         (*_layout(grad), *(field for x in grads for field in _layout(x))),
         (grad_alpha.data_ptr(), grad_beta.data_ptr()) if grad_scales else (0, 0),
+        (is_window, *_weight_layout(key_weight), of_weight.data_ptr() if grad_weight else 0),
     )
-    return grads[0], grads[1], grads[2], grad_alpha, grad_beta
+    return gradients
 
 
 def make_room(
@@ -155,17 +165,18 @@ def make_room(
 
 
 def make_gradients(
-    query: Tensor, key: Tensor, value: Tensor, keep_key: Tensor | None, grad_scales: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, keep_key: Tensor | None, grad_scales: bool, grad_weight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tensors for what `backward` returns: zeros where padding gets no gradient, else empty."""
     grads = [_new_rows(x, x.shape[3]) for x in (query, key, value)]
     if keep_key is not None:
         for grad in grads:
             grad.zero_()
     batch, heads, tokens, _ = query.shape
-    shapes = ((batch, heads, n) if grad_scales else (0,) for n in (tokens, key.shape[2]))
-    grad_alpha, grad_beta = (query.new_zeros(shape, dtype=torch.float32) for shape in shapes)
-    return grads[0], grads[1], grads[2], grad_alpha, grad_beta
+    wanted = ((tokens, grad_scales), (key.shape[2], grad_scales), (key.shape[2], grad_weight))
+    shapes = ((batch, heads, n) if is_wanted else (0,) for n, is_wanted in wanted)
+    others = [query.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+    return grads[0], grads[1], grads[2], others[0], others[1], others[2]
 
 
 def _new_rows(like: Tensor, width: int) -> Tensor:
@@ -194,6 +205,7 @@ def _run(
     curve: tuple[float, ...],
     grads: tuple[Any, ...],
     grad_scales: tuple[int, ...],
+    rest: tuple[int, ...],
 ) -> None:
     with_lln, match_alpha, match_beta, block_size, is_causal = options
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
@@ -212,6 +224,7 @@ def _run(
         *curve,
         *grads,
         *grad_scales,
+        *rest,
     )
     if getattr(load(), name)(job) != 0:
         raise MemoryError("no memory for the scratch space of attention")
@@ -232,6 +245,10 @@ def _scale_layout(scale: Tensor) -> tuple[int, int, int, int]:
         head if sizes[1] > 1 else 0,
         token if sizes[2] > 1 else 0,
     )
+
+
+def _weight_layout(key_weight: Tensor | None) -> tuple[int, int, int, int]:
+    return NO_TENSOR if key_weight is None else _scale_layout(key_weight)
 
 
 def _rows(x: Tensor) -> Tensor:

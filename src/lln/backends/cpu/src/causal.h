@@ -81,10 +81,14 @@ static void causal_keys(const Plan *plan, long b, long h, long start, long end, 
         float *psi = t->psi + r * row, *key = t->key.data + r * t->key.row;
         if (!is_kept(job, b, start + r)) continue;
         float beta = scale_of(&job->beta, b, h, start + r);
-        int odd = not_finite(key, vector) || not_finite(t->value.data + r * t->value.row, padded(V));
+        float weight = is_weighted(job) ? scale_of(&job->key_weight, b, h, start + r) : 0.f;
+        int odd_key = not_finite(key, vector) || weight * 0.f != 0.f;
+        int odd = odd_key || not_finite(t->value.data + r * t->value.row, padded(V));
         if (odd && r > 0 && !known) break;
-        for (long i = 0; i < vector; i += LANES) store(psi + i, load(key + i) * beta);
-        if (odd && not_finite(key, vector))
+        if (is_weighted(job)) weigh_key(vector, beta, weight, key, psi);
+        else
+            for (long i = 0; i < vector; i += LANES) store(psi + i, load(key + i) * beta);
+        if (odd_key)
             for (long i = 0; i < D; i++) psi[i] = NAN;
         for (long i = D; i < vector; i++) psi[i] = ABSENT;
         if (r == 0 || !anything) {
@@ -107,7 +111,13 @@ static void causal_keys(const Plan *plan, long b, long h, long start, long end, 
     for (r = 0; r < rows; r++) {
         float *psi = t->psi + r * row;
         if (!is_kept(job, b, start + r)) memset(psi, 0, vector * sizeof(float));
-        else
+        else if (is_weighted(job)) {
+            if (psi[0] == psi[0]) /* else all of it is NaN, and is to stay so */
+                key_distances(vector, scale_of(&job->beta, b, h, start + r),
+                              scale_of(&job->key_weight, b, h, start + r), t->key.data + r * t->key.row, t->most, psi);
+            for (long i = 0; i < vector; i += LANES)
+                store(psi + i, exponential(smaller(load(psi + i), same(FARTHEST))));
+        } else
             for (long i = 0; i < vector; i += LANES)
                 store(psi + i, exponential(smaller(load(psi + i) - load(t->most + i), same(0.1f))));
         for (long i = D; i < vector; i++) psi[i] = 0.f;
@@ -123,9 +133,16 @@ static void causal_tile(const Plan *plan, long b, long h, long start, long end, 
     t->query = view(job->type, head_of(&job->query, job->type, b, h), job->query.token, NULL, start, rows, D,
                     t->query_spare);
     t->query = without_odd_padding(job, job->keep_key, b, NULL, start, rows, t->query, t->query_spare, t->blanked);
+    float *most = t->most;
+    if (is_weighted(job)) { /* weights may be large for all features: what is added to a query is to be small */
+        most = take_filled(&scratch, vector, ABSENT);
+        float top = t->most[0];
+        for (long i = 1; i < D; i++) top = t->most[i] > top ? t->most[i] : top;
+        for (long i = 0; i < D; i++) most[i] = t->most[i] - top;
+    }
     for (long r = 0; r < rows; r++) {
         float *phi = t->phi + r * row, alpha = scale_of(&job->alpha, b, h, start + r), sum;
-        weigh_queries(1, (int)(vector / LANES), &alpha, t->most, t->query.data + r * t->query.row, 0, phi, 0, &sum);
+        weigh_queries(1, (int)(vector / LANES), &alpha, most, t->query.data + r * t->query.row, 0, phi, 0, &sum);
         for (long i = D; i < vector; i++) phi[i] = 0.f;
     }
     /* the weights of pairs inside the tile, a strip of rows after the other up to the diagonal */
@@ -471,18 +488,21 @@ static void causal_keys_backward(const Plan *plan, long b, long h, History past,
             float beta = scale_of(&job->beta, b, h, start + r), *k = t.key.data + r * t.key.row;
             float *to_k = sums.keys.data + (start + r) * sums.keys.row,
                     *to_v = sums.values.data + (start + r) * sums.values.row;
-            vf with_key = same(0.f);
+            vf with_key = same(0.f), sum = same(0.f);
             int kept = is_kept(job, b, start + r);
             for (long i = 0; i < vector; i += LANES) {
                 vf grad = kept ? load(t.psi + r * row + i) * load(grad_psi + r * row + i) : same(0.f);
                 if (kept) with_key += grad * load(k + i);
+                sum += grad;
                 store(to_k + i, first ? grad * beta : load(to_k + i) + grad * beta);
             }
             for (long j = 0; j < wide; j += LANES) {
                 vf grad = kept ? load(grad_value + r * v_row + j) : same(0.f);
                 store(to_v + j, first ? grad : load(to_v + j) + grad);
             }
-            if (job->grad_beta) job->grad_beta[(b * job->heads + h) * job->keys + start + r] = total_of(with_key);
+            long at = (b * job->heads + h) * job->keys + start + r;
+            if (job->grad_beta) job->grad_beta[at] = total_of(with_key);
+            if (job->grad_weight) job->grad_weight[at] = total_of(sum);
             float inverse = past.inverse[start + r], mean = past.mean[start + r];
             for (long j = 0; j < wide; j += LANES) store(grads + r * v_row + j, load(grads + r * v_row + j) * inverse);
             for (long i = 0; i < vector; i += LANES)

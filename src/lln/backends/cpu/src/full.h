@@ -29,13 +29,81 @@ INLINE Memory memory_at(float *memory, const Job *job) {
     return (Memory){memory, memory + vector, memory + 2 * vector};
 }
 
+/* Keys with log-weights, b = beta k + w. Both terms may be large and cancel, so b is summed in doubles, and measured
+   there from `most`, the largest b rounded to a float: the distance is exact to a float, whatever the size of b. At the
+   largest b itself it is no more than the rounding of `most`, which is at most 16 up to EXACT. From there on distances
+   are those of rounded b, which are 0 at the largest. */
+#define EXACT 268435456.f
+#define FARTHEST 20.f /* no distance is larger than 16, but for features beyond the last */
+#define HALF (LANES / 2)
+
+typedef float vh __attribute__((vector_size(HALF * 4)));
+typedef int32_t vhi __attribute__((vector_size(HALF * 4)));
+typedef double vd __attribute__((vector_size(HALF * 8)));
+typedef float vh_anywhere __attribute__((vector_size(HALF * 4), aligned(4), may_alias));
+
+INLINE vd load_doubles(const float *p) { return __builtin_convertvector((vh) * (const vh_anywhere *)p, vd); }
+INLINE vh rounded(vd x) { return __builtin_convertvector(x, vh); }
+
+INLINE int is_weighted(const Job *job) { return job->key_weight.data != NULL; }
+
+/* b of a key, rounded. */
+INLINE void weigh_key(long vector, double beta, double weight, const float *key, float *to) {
+    for (long i = 0; i < vector; i += HALF) *(vh_anywhere *)(to + i) = rounded(load_doubles(key + i) * beta + weight);
+}
+
+/* b - most of a key. */
+INLINE void key_distances(long vector, double beta, double weight, const float *key, const float *most, float *to) {
+    for (long i = 0; i < vector; i += HALF) {
+        vd b = load_doubles(key + i) * beta + weight;
+        vh from = *(const vh_anywhere *)(most + i), near = rounded(b - load_doubles(most + i)), far = rounded(b) - from;
+        vhi exact = (from < EXACT) & (from > -EXACT);
+        *(vh_anywhere *)(to + i) = (vh)(((vhi)near & exact) | ((vhi)far & ~exact));
+    }
+}
+
+/* The largest b of each feature among the keys at places first ... end, or NaN where a key or its weight is not
+   finite. */
+static void largest_weighted(const Plan *plan, long b, long h, long first, long end, float *most, Scratch scratch) {
+    const Job *job = plan->job;
+    long D = job->width, vector = padded(D), group = h / (job->heads / job->key_heads);
+    float *keys = take(&scratch, TILE * row_of(D)), *row = take(&scratch, vector);
+    float *shows = take_zeros(&scratch, vector), beta = scale_of(&job->beta, b, h, 0);
+    for (long i = 0; i < vector; i++) most[i] = ABSENT;
+    for (long start = first; start < end; start += TILE) {
+        long rows = at_most(TILE, end - start);
+        Rows k = view(job->type, head_of(&job->key, job->type, b, group), job->key.token, key_order(plan, b), start,
+                      rows, D, keys);
+        for (long r = 0; r < rows; r++) {
+            float weight = scale_of(&job->key_weight, b, h, token_at(key_order(plan, b), start + r));
+            weigh_key(vector, beta, weight, k.data + r * k.row, row);
+            for (long i = 0; i < vector; i += LANES) {
+                store(most + i, larger(load(most + i), load(row + i)));
+                store(shows + i, load(shows + i) + load(k.data + r * k.row + i) * 0.f + weight * 0.f);
+            }
+        }
+    }
+    for (long i = 0; i < vector; i++) most[i] += shows[i];
+}
+
+/* Log-weights of the keys at places first ...; NULL if there are none. */
+static const float *read_weights(const Plan *plan, long b, long h, long first, long count, float *to) {
+    const Job *job = plan->job;
+    if (!is_weighted(job)) return NULL;
+    for (long r = 0; r < count; r++) to[r] = scale_of(&job->key_weight, b, h, token_at(key_order(plan, b), first + r));
+    return to;
+}
+
 /* e = exp(beta (k - most)) of some keys, and its sums over tokens added to `mass`. */
-static void weigh_keys(long rows, long vector, float beta, const float *most, Rows keys, float *tile, long row,
-                       float *mass) {
+static void weigh_keys(long rows, long vector, float beta, const float *weights, const float *most, Rows keys,
+                       float *tile, long row, float *mass) {
+    for (long r = 0; weights && r < rows; r++)
+        key_distances(vector, beta, weights[r], keys.data + r * keys.row, most, tile + r * row);
     for (long i = 0; i < vector; i += LANES) {
         vf from = load(most + i), sum = same(0.f);
         for (long r = 0; r < rows; r++) {
-            vf e = exponential((load(keys.data + r * keys.row + i) - from) * beta);
+            vf e = exponential(weights ? smaller(load(tile + r * row + i), same(FARTHEST))
+                                       : (load(keys.data + r * keys.row + i) - from) * beta);
             store(tile + r * row + i, e);
             sum += e;
         }
@@ -45,9 +113,16 @@ static void weigh_keys(long rows, long vector, float beta, const float *most, Ro
 
 /* B = exp(beta (k - most) - log_sum), the shares of all keys that these have: measured from the largest key as in
    `weigh_keys`, because beta k - L loses what the rounding of a large L takes away. */
-static void share_keys(long rows, long vector, float beta, const float *most, const float *log_sum, Rows keys,
-                       float *tile, long row) {
-    for (long r = 0; r < rows; r++)
+static void share_keys(long rows, long vector, float beta, const float *weights, const float *most,
+                       const float *log_sum, Rows keys, float *tile, long row) {
+    for (long r = 0; weights && r < rows; r++) {
+        key_distances(vector, beta, weights[r], keys.data + r * keys.row, most, tile + r * row);
+        for (long i = 0; i < vector; i += LANES) {
+            vf b = load(tile + r * row + i) - load(log_sum + i);
+            store(tile + r * row + i, exponential(smaller(b, same(FARTHEST))));
+        }
+    }
+    for (long r = 0; !weights && r < rows; r++)
         for (long i = 0; i < vector; i += LANES) {
             vf b = (load(keys.data + r * keys.row + i) - load(most + i)) * beta - load(log_sum + i);
             store(tile + r * row + i, exponential(b));
@@ -80,7 +155,7 @@ static void remember(const Plan *plan, long b, long h, long first, long end, Mem
     long type = job->type, D = job->width, V = job->value_width, group = h / (job->heads / job->key_heads);
     long k_row = row_of(D), v_row = row_of(V);
     float *keys = take(&scratch, TILE * k_row), *values = take(&scratch, TILE * v_row);
-    float beta = scale_of(&job->beta, b, h, 0);
+    float beta = scale_of(&job->beta, b, h, 0), weights[TILE];
     memset(memory.mass, 0, (padded(D) + (first < end ? 0 : D * v_row)) * sizeof(float));
     for (long start = first; start < end; start += TILE) {
         long rows = at_most(TILE, end - start);
@@ -88,7 +163,8 @@ static void remember(const Plan *plan, long b, long h, long first, long end, Mem
                       keys);
         Rows v = view(type, head_of(&job->value, type, b, group), job->value.token, key_order(plan, b), start, rows, V,
                       values);
-        weigh_keys(rows, padded(D), beta, memory.most, k, keys, k_row, memory.mass);
+        weigh_keys(rows, padded(D), beta, read_weights(plan, b, h, start, rows, weights), memory.most, k, keys, k_row,
+                   memory.mass);
         Ahead next = tile_after(type, head_of(&job->value, type, b, group), job->value.token, key_order(plan, b),
                                 start + rows, end, V);
         multiply_transposed_and_fetch(D, padded(V), rows, keys, k_row, v.data, v.row, memory.values, v_row,
@@ -113,6 +189,14 @@ static void keep_memory(const Job *job, long b, long h, long count, Memory memor
 static float *read_mass(const Job *job, long b, long h, Scratch *scratch) {
     float *mass = take_filled(scratch, padded(job->width), ABSENT), beta = scale_of(&job->beta, b, h, 0);
     const float *most = job->mass + (b * job->heads + h) * 2 * job->width, *log_sum = most + job->width;
+    if (is_weighted(job)) { /* what all features have in common may be large: it is taken away before L is rounded */
+        double top = 2. * ABSENT;
+        for (long i = 0; i < job->width; i++)
+            if ((double)most[i] + log_sum[i] > top) top = (double)most[i] + log_sum[i];
+        for (long i = 0; i < job->width; i++)
+            if (log_sum[i] != ABSENT) mass[i] = (float)((double)most[i] + log_sum[i] - top);
+        return mass;
+    }
     for (long i = 0; i < job->width; i++)
         if (log_sum[i] != ABSENT) mass[i] = most[i] * beta + log_sum[i];
     return mass;
@@ -187,7 +271,7 @@ static void feature_softmax(long rows, long vector, float alpha, const float *ma
 
 /* Tokens that are worked on together: a tile, or whole blocks. */
 INLINE long step_of(const Job *job) {
-    long size = job->block_size ? near_size(job) : TILE;
+    long size = job->block_size && !job->is_window ? near_size(job) : TILE;
     return size >= TILE ? size : TILE / size * size;
 }
 
@@ -287,7 +371,7 @@ static void remember_backward(const Plan *plan, long b, long key_head, long firs
     float *values = take(&scratch, TILE * v_row), *grad_shares = take(&scratch, TILE * k_row);
     float *grad_keys = take(&scratch, TILE * k_row), *grad_values = take(&scratch, TILE * v_row);
     float *constant = take(&scratch, vector), *grads_T = take(&scratch, V * k_row);
-    float *most = take(&scratch, vector), *log_sum = take(&scratch, vector);
+    float *most = take(&scratch, vector), *log_sum = take(&scratch, vector), weights[TILE];
     Scratch rest = scratch;
     for (long start = first; start < end; start += TILE) {
         long rows = at_most(TILE, end - start);
@@ -316,19 +400,22 @@ static void remember_backward(const Plan *plan, long b, long key_head, long firs
                 for (long i = D; i < vector; i++) constant[i] = most[i] = log_sum[i] = 0.f;
                 transpose(D, V, vector, grad_memory, v_row, grads_T, k_row);
             }
-            share_keys(rows, vector, beta, most, log_sum, k, shares, k_row);
+            share_keys(rows, vector, beta, read_weights(plan, b, h, start, rows, weights), most, log_sum, k, shares,
+                       k_row);
             multiply(rows, vector, V, v.data, v.row, grads_T, k_row, grad_shares, k_row, 0);
             multiply(rows, padded(V), D, shares, k_row, grad_memory, v_row, to_v.data, to_v.row, g > 0);
             for (long r = 0; r < rows; r++) {
                 float *s = shares + r * k_row, *d = grad_shares + r * k_row, *to = to_k.data + r * to_k.row;
-                vf with_key = same(0.f);
+                vf with_key = same(0.f), sum = same(0.f);
                 for (long i = 0; i < vector; i += LANES) {
                     vf grad = load(s + i) * (load(d + i) + load(constant + i));
                     with_key += grad * load(k.data + r * k.row + i);
+                    sum += grad;
                     store(to + i, g ? load(to + i) + grad * beta : grad * beta);
                 }
-                if (job->grad_beta)
-                    job->grad_beta[(b * job->heads + h) * job->keys + token_at(order, start + r)] = total_of(with_key);
+                long at = (b * job->heads + h) * job->keys + token_at(order, start + r);
+                if (job->grad_beta) job->grad_beta[at] = total_of(with_key);
+                if (job->grad_weight) job->grad_weight[at] = total_of(sum);
             }
         }
         put(type, head_of(&job->grad_key, type, b, key_head), job->grad_key.token, order, start, rows, D, to_k);

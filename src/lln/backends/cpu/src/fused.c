@@ -65,13 +65,36 @@ static void whole_heads(Plan *plan, long thread, long threads, Scratch *scratch)
             Moments k = moments_at(take(&local, moments_floats(job->width)), job->width);
             Memory memory = memory_at(take(&local, memory_floats(job)), job);
             int matched = job->match_alpha || job->match_beta;
-            if (matched) measure_queries(plan, at, q, local);
-            measure_keys(plan, at, matched, k, local);
-            decide(job, at.batch, at.head, q, k, memory.most);
+            if (is_weighted(job)) {
+                largest_weighted(plan, at.batch, at.head, 0, plan->key_count[at.batch], memory.most, local);
+            } else {
+                if (matched) measure_queries(plan, at, q, local);
+                measure_keys(plan, at, matched, k, local);
+                decide(job, at.batch, at.head, q, k, memory.most);
+            }
             remember(plan, at.batch, at.head, 0, plan->key_count[at.batch], memory, local);
             keep_memory(job, at.batch, at.head, plan->key_count[at.batch], memory);
         }
         recall_chunk(plan, at, *scratch);
+    }
+}
+
+/* The largest keys of a chunk, with their weights; and those of all chunks of a head, for each of them. */
+static void largest_of_chunk(const Plan *plan, long index, Memory memory, Scratch scratch) {
+    Item at = item_at(index, plan->job->heads, plan->chunks);
+    long count = plan->key_count[at.batch], C = plan->chunks;
+    largest_weighted(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE),
+                     chunk_start(count, at.chunk + 1, C, TILE), memory.most, scratch);
+}
+
+static void join_largest(const Job *job, long chunks, float *parts, long each) {
+    for (long i = 0; i < padded(job->width); i++) {
+        float most = parts[i];
+        for (long c = 1; c < chunks; c++) {
+            float other = parts[c * each + i];
+            if (other > most || other != other) most = other;
+        }
+        for (long c = 0; c < chunks; c++) parts[c * each + i] = most;
     }
 }
 
@@ -87,15 +110,19 @@ static void together(Plan *plan, long thread, long threads, Scratch *scratch) {
         behind(parts, B * H * C, memory_floats(job));
         if (scratch && matched) EACH(i, thread, threads, B * H * C)
             measure_queries(plan, item_at(i, H, C), moments_at(of_queries + i * each, job->width), *scratch);
-        if (scratch) EACH(i, thread, threads, B * Hk * C)
+        if (scratch && is_weighted(job)) EACH(i, thread, threads, B * H * C)
+            largest_of_chunk(plan, i, memory_at(parts + i * memories, job), *scratch);
+        if (scratch && !is_weighted(job)) EACH(i, thread, threads, B * Hk * C)
             measure_keys(plan, item_at(i, Hk, C), matched, moments_at(of_keys + i * each, job->width), *scratch);
         wait_for_all(threads);
-        if (scratch) EACH(i, thread, threads, B * Hk) /* key moments first: several heads read them */
+        if (scratch && is_weighted(job)) EACH(i, thread, threads, B * H)
+            join_largest(job, C, parts + i * C * memories, memories);
+        if (scratch && !is_weighted(job)) EACH(i, thread, threads, B * Hk) /* key moments first: several heads read them */
             for (long c = 1; c < C; c++)
                 merge_moments(job->width, moments_at(of_keys + i * C * each, job->width),
                               moments_at(of_keys + (i * C + c) * each, job->width));
         wait_for_all(threads);
-        if (scratch) EACH(i, thread, threads, B * H) {
+        if (scratch && !is_weighted(job)) EACH(i, thread, threads, B * H) {
             Scratch local = *scratch;
             Moments q = moments_at(of_queries + i * C * each, job->width);
             float *copy = take(&local, floats); /* `match` uses it up */
@@ -183,7 +210,7 @@ static void causal_together(Plan *plan, long thread, long threads, Scratch *scra
 }
 
 static void near_chunk_backward(const Plan *plan, Item at, Scratch scratch) {
-    long count = plan->key_count[at.batch], c = at.chunk, n = plan->chunks, size = plan->job->block_size;
+    long count = plan->key_count[at.batch], c = at.chunk, n = plan->chunks, size = near_step(plan->job);
     near_backward(plan, at.batch, at.head, chunk_start(count, c, n, size), chunk_start(count, c + 1, n, size),
                   plan->job->with_lln ? 0.5f : 1.f, plan->job->with_lln != 0, scratch);
 }

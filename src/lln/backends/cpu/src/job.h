@@ -40,6 +40,9 @@ typedef struct {
     /* backward only */
     Tensor grad_output, grad_query, grad_key, grad_value;
     float *grad_alpha, *grad_beta; /* (B, H, tokens) contiguous, or NULL */
+    int64_t is_window; /* `block_size` is that of a window around each token */
+    Scale key_weight;  /* log-weights of the keys, added to all features of beta k; NULL: none. Not with match_* */
+    float *grad_weight; /* (B, H, keys) contiguous, or NULL; backward only */
 } Job;
 
 typedef struct {
@@ -188,10 +191,15 @@ static void put(long type, char *head, long stride, const int32_t *order, long f
     if (!is_direct(type, order, width)) write_tile(type, head, stride, order, first, count, width, from.data, from.row);
 }
 
+/* Tokens that softmax attention needs at once: a block, or the windows of a tile of queries. */
+INLINE long near_size(const Job *job) {
+    return at_most(job->is_window ? job->block_size - 1 + TILE : job->block_size, job->keys);
+}
+
 /* Scratch of one thread, enough for every step: tiles, blocks of softmax attention, and matrices of a head. */
 static long scratch_floats(const Job *job) {
     long wide = row_of(at_least(job->width, job->value_width));
-    long block = job->block_size ? at_least(at_most(job->block_size, job->keys), TILE) : TILE;
+    long block = job->block_size ? at_least(near_size(job), TILE) : TILE;
     long block_row = row_of(block);
     return 20 * TILE * wide + 8 * wide * wide + 5 * TILE * block_row + 4 * wide * block_row + 5 * block * wide + 64 *
             wide;

@@ -1,4 +1,4 @@
-/* Softmax attention inside blocks of kept tokens: LLN's companion for what is near. */
+/* Softmax attention inside blocks of kept tokens, or in a window around each: LLN's companion for what is near. */
 #ifndef LLN_NEAR_H
 #define LLN_NEAR_H
 
@@ -13,13 +13,28 @@ typedef struct {
     Rows values;
     uint8_t *odd; /* causal: which values are not finite */
     int any_odd;
+    float *keys, *queries_T; /* windows */
 } Near;
 
-INLINE long near_size(const Job *job) { return at_most(job->block_size, job->keys); }
+/* Windows: how many queries are computed together, and the row length of their transpose and of their scores, which
+   have a row for each key. So neither keys nor values are copied where they are rows of floats, and there are few pairs
+   that are computed though they lie outside the windows: for windows of 64 and vectors of 16 floats, one in three. */
+#define STRIP (2 * LANES)
+#define STRIP_ROW (STRIP + 16)
+
+/* Chunks begin at multiples of this many tokens. */
+INLINE long near_step(const Job *job) { return job->is_window ? TILE : job->block_size; }
 
 static Near near_begin(const Job *job, Scratch *scratch) {
     Near near = {0};
     if (!job->block_size) return near;
+    if (job->is_window) {
+        near.keys = take(scratch, near_size(job) * row_of(job->width));
+        near.spare = take(scratch, near_size(job) * row_of(job->value_width));
+        near.queries_T = take(scratch, job->width * STRIP_ROW);
+        near.weights = take(scratch, near_size(job) * STRIP_ROW);
+        return near;
+    }
     long row = row_of(near_size(job));
     near.keys_T = take(scratch, job->width * row);
     near.spare = take(scratch, near_size(job) * row_of(job->value_width));
@@ -49,10 +64,115 @@ static void near_softmax(long rows, long keys, long seen, long step, float scale
     }
 }
 
+/* How many tokens before and after itself a token sees. */
+INLINE long window_before(const Job *job) { return job->is_causal ? job->block_size - 1 : (job->block_size - 1) / 2; }
+INLINE long window_after(const Job *job) { return job->is_causal ? 0 : job->block_size / 2; }
+
+/* All bits set in the lanes first ... end of a row, of which this is vector `v`. */
+INLINE vi lanes_between(int v, long first, long end) {
+    vi lane;
+    for (int i = 0; i < LANES; i++) lane[i] = v * LANES + i;
+    return (lane >= (int)at_most(at_least(first, 0), STRIP)) & (lane < (int)at_most(at_least(end, 0), STRIP));
+}
+
+/* Columns of softmax(scores / sqrt(D)) times `weight`, in place. There is a row for each key and a column for each
+   query; row j counts for the columns first + j ... end + j and is 0 elsewhere, whatever the scores are there. */
+INLINE void softmax_columns(const int vectors, long keys, long first, long end, float scale, float weight,
+                            float *scores) {
+    vf top[2], sum[2], share[2];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) {
+        top[v] = same(ABSENT);
+        sum[v] = same(0.f);
+    }
+    for (long j = 0; j < keys; j++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            vi seen = lanes_between(v, first + j, end + j);
+            vf x = load(scores + j * STRIP_ROW + v * LANES);
+            top[v] = larger(top[v], (vf)(((vi)x & seen) | ((vi)same(ABSENT) & ~seen)));
+        }
+    for (long j = 0; j < keys; j++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            float *at = scores + j * STRIP_ROW + v * LANES;
+            vf e = (vf)((vi)exponential((load(at) - top[v]) * scale) & lanes_between(v, first + j, end + j));
+            store(at, e);
+            sum[v] += e;
+        }
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) share[v] = weight / sum[v];
+    for (long j = 0; j < keys; j++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            float *at = scores + j * STRIP_ROW + v * LANES;
+            store(at, load(at) * share[v]);
+        }
+}
+
+/* The window of some queries: the places of all keys that they see. */
+typedef struct {
+    long first, end;
+} Window;
+
+INLINE Window window_of(const Plan *plan, long b, long first, long end) {
+    return (Window){at_least(first - window_before(plan->job), 0),
+                    at_most(end + window_after(plan->job), plan->key_count[b])};
+}
+
+/* Weights of all pairs of the keys of a window and the queries at places first ..., a row for each key. */
+static void window_weights(const Job *job, Window window, long first, long rows, Rows keys, Rows queries, float weight,
+                           float *queries_T, float *weights) {
+    long from = window.first - first, count = window.end - window.first;
+    long begin = from - window_after(job), end = from + window_before(job) + 1;
+    float scale = 1.f / sqrtf(job->width);
+    transpose(rows, job->width, padded(rows), queries.data, queries.row, queries_T, STRIP_ROW);
+    multiply(count, padded(rows), job->width, keys.data, keys.row, queries_T, STRIP_ROW, weights, STRIP_ROW, 0);
+    if (rows > LANES) softmax_columns(2, count, begin, end, scale, weight, weights);
+    else softmax_columns(1, count, begin, end, scale, weight, weights);
+}
+
+INLINE Rows rows_from(Rows rows, long first) { return (Rows){rows.data + first * rows.row, rows.row}; }
+
+INLINE int any_not_finite(long count, Rows rows, long vector) {
+    int any = 0;
+    for (long r = 0; r < count; r++) any |= not_finite(rows.data + r * rows.row, vector);
+    return any;
+}
+
+/* `near_attend` with a window around each token, for at most a tile of queries. */
+static void window_attend(const Plan *plan, long b, long h, long first, long end, Rows queries, float weight,
+                          Rows output, Near *near) {
+    const Job *job = plan->job;
+    long type = job->type, V = job->value_width, group = h / (job->heads / job->key_heads);
+    const int32_t *order = plan->key_order ? plan->key_order + b * job->keys : NULL;
+    Window all = window_of(plan, b, first, end);
+    long count = all.end - all.first;
+    Rows k = view(type, head_of(&job->key, type, b, group), job->key.token, order, all.first, count, job->width,
+                  near->keys);
+    Rows v = view(type, head_of(&job->value, type, b, group), job->value.token, order, all.first, count, V,
+                  near->spare);
+    /* a key outside the window of a query has a weight of 0, yet 0 times NaN is NaN: a single query has no such keys */
+    long step = any_not_finite(count, v, padded(V)) ? 1 : STRIP;
+    for (long from = first; from < end; from += step) {
+        long rows = at_most(step, end - from);
+        Window window = window_of(plan, b, from, from + rows);
+        Rows values = rows_from(v, window.first - all.first), out = rows_from(output, from - first);
+        window_weights(job, window, from, rows, rows_from(k, window.first - all.first),
+                       rows_from(queries, from - first), weight, near->queries_T, near->weights);
+        multiply_transposed(rows, padded(V), window.end - window.first, near->weights, STRIP_ROW, values.data,
+                            values.row, out.data, out.row, 0);
+    }
+}
+
 /* output = weight times the attention of the queries at places first ... end. */
 static void near_attend(const Plan *plan, long b, long h, long first, long end, Rows queries, float weight, Rows output,
                         Near *near, Scratch scratch) {
     const Job *job = plan->job;
+    if (job->is_window) {
+        if (first < end) window_attend(plan, b, h, first, end, queries, weight, output, near);
+        return;
+    }
     long group = h / (job->heads / job->key_heads), size = near_size(job), row = row_of(size);
     const int32_t *order = plan->key_order ? plan->key_order + b * job->keys : NULL;
     while (first < end) {
@@ -96,11 +216,147 @@ static void give(long type, char *head, long stride, const int32_t *order, long 
     write_tile(type, head, stride, order, first, count, width, rows, row);
 }
 
+/* Gradients of keys or of values that are summed over the queries that see them: in the result where that is made of
+   rows of floats, or else in scratch rows for the places base ... top. */
+typedef struct {
+    const Tensor *tensor;
+    long width, base, top;
+    Rows rows;
+    int direct;
+} Sums;
+
+static Sums sums_begin(const Job *job, const Tensor *tensor, long b, long key_head, const int32_t *order, long first,
+                       long end, long width, int add, Scratch *scratch) {
+    Sums sums = {tensor, width, 0, 0, {0}, is_direct(job->type, order, width)};
+    if (!sums.direct) {
+        sums.rows = (Rows){take(scratch, near_size(job) * row_of(width)), row_of(width)};
+        return sums;
+    }
+    sums.rows = (Rows){(float *)head_of(tensor, job->type, b, key_head), tensor->token};
+    for (long p = first; !add && p < end; p++) memset(sums.rows.data + p * sums.rows.row, 0, width * sizeof(float));
+    return sums;
+}
+
+/* Make `from` ... `to` the places that are summed. Sums of places before `from` are complete, and are written if they
+   lie between `first` and `end`. */
+static void sums_move(const Job *job, Sums *sums, long b, long key_head, const int32_t *order, long first, long end,
+                      long from, long to, int add, float *spare) {
+    if (sums->direct) return;
+    long row = sums->rows.row, done = at_most(from, sums->top), last = at_most(done, end);
+    for (long p = at_least(sums->base, first); p < last; p += TILE)
+        give(job->type, head_of(sums->tensor, job->type, b, key_head), sums->tensor->token, order, p,
+             at_most(TILE, last - p), sums->width, sums->rows.data + (p - sums->base) * row, row, add, spare);
+    memmove(sums->rows.data, sums->rows.data + (done - sums->base) * row, (sums->top - done) * row * sizeof(float));
+    long kept = sums->top - done;
+    memset(sums->rows.data + kept * row, 0, (to - from - kept) * row * sizeof(float));
+    sums->base = from;
+    sums->top = to;
+}
+
+/* Add wᵀ times the rows of some queries to the sums of the keys of a window that lie between `first` and `end`. */
+static void sums_add(Sums *sums, Window window, long first, long end, const float *weights, long depth, Rows rows) {
+    long from = at_least(window.first, first), to = at_most(window.end, end);
+    if (from >= to) return;
+    multiply(to - from, padded(sums->width), depth, weights + (from - window.first) * STRIP_ROW, STRIP_ROW, rows.data,
+             rows.row, sums->rows.data + (from - sums->base) * sums->rows.row, sums->rows.row, 1);
+}
+
+/* Gradients of weighted means of columns, in place of those of their weights: p (d - mean of d) times `scale`. */
+INLINE void softmax_columns_backward(const int vectors, long keys, float scale, float weight, const float *p,
+                                     float *d) {
+    vf mean[2];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) mean[v] = same(0.f);
+    for (long j = 0; j < keys; j++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++)
+            mean[v] += load(p + j * STRIP_ROW + v * LANES) * load(d + j * STRIP_ROW + v * LANES);
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) mean[v] /= weight;
+    for (long j = 0; j < keys; j++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            long at = j * STRIP_ROW + v * LANES;
+            store(d + at, load(p + at) * (load(d + at) - mean[v]) * scale);
+        }
+}
+
+/* `near_backward` with a window around each token. Only the gradients at places first ... end are written. Queries just
+   before and after see some of these keys as well, so their weights are computed here, too: once more than in the chunk
+   that they belong to, but no chunk adds to what another one writes. */
+static void window_backward(const Plan *plan, long b, long key_head, long first, long end, float weight, int add,
+                            Scratch scratch) {
+    const Job *job = plan->job;
+    long type = job->type, D = job->width, V = job->value_width, groups = job->heads / job->key_heads;
+    long size = near_size(job), q_row = row_of(D), v_row = row_of(V);
+    const int32_t *order = plan->key_order ? plan->key_order + b * job->keys : NULL;
+    float scale = 1.f / sqrtf(D);
+    float *keys = take(&scratch, size * q_row), *values = take(&scratch, size * v_row);
+    float *queries = take(&scratch, TILE * q_row), *grads = take(&scratch, TILE * v_row);
+    float *queries_T = take(&scratch, D * STRIP_ROW), *grads_T = take(&scratch, V * STRIP_ROW);
+    float *weights = take(&scratch, size * STRIP_ROW), *grad_weights = take(&scratch, size * STRIP_ROW);
+    float *grad_queries = take(&scratch, STRIP * q_row), *spare = take(&scratch, TILE * at_least(q_row, v_row));
+    if (first >= end) return;
+    Sums to_keys = sums_begin(job, &job->grad_key, b, key_head, order, first, end, D, add, &scratch);
+    Sums to_values = sums_begin(job, &job->grad_value, b, key_head, order, first, end, V, add, &scratch);
+    long last = at_most(end + window_before(job), plan->key_count[b]);
+    for (long tile = at_least(first - window_after(job), 0); tile < last; tile += TILE) {
+        long stop = at_most(tile + TILE, last);
+        Window all = window_of(plan, b, tile, stop);
+        long count = all.end - all.first;
+        Rows k = view(type, head_of(&job->key, type, b, key_head), job->key.token, order, all.first, count, D, keys);
+        Rows v = view(type, head_of(&job->value, type, b, key_head), job->value.token, order, all.first, count, V,
+                      values);
+        int odd = any_not_finite(count, k, padded(D)) | any_not_finite(count, v, padded(V));
+        sums_move(job, &to_keys, b, key_head, order, first, end, all.first, all.end, add, spare);
+        sums_move(job, &to_values, b, key_head, order, first, end, all.first, all.end, add, spare);
+        for (long h = key_head * groups; h < (key_head + 1) * groups; h++) {
+            Rows q = view(type, head_of(&job->query, type, b, h), job->query.token, order, tile, stop - tile, D,
+                          queries);
+            Rows g = view(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, order, tile,
+                          stop - tile, V, grads);
+            char *to = head_of(&job->grad_query, type, b, h);
+            int direct = is_direct(type, order, D);
+            /* a single query where something is not finite: as in `window_attend` */
+            long step = odd || any_not_finite(stop - tile, q, padded(D)) || any_not_finite(stop - tile, g, padded(V))
+                    ? 1 : STRIP;
+            for (long from = tile; from < stop; from += step) {
+                long rows = at_most(step, stop - from);
+                Window window = window_of(plan, b, from, from + rows);
+                long seen = window.end - window.first;
+                Rows key = rows_from(k, window.first - all.first), value = rows_from(v, window.first - all.first);
+                Rows query = rows_from(q, from - tile), grad = rows_from(g, from - tile);
+                window_weights(job, window, from, rows, key, query, weight, queries_T, weights);
+                transpose(rows, V, padded(rows), grad.data, grad.row, grads_T, STRIP_ROW);
+                multiply(seen, padded(rows), V, value.data, value.row, grads_T, STRIP_ROW, grad_weights, STRIP_ROW, 0);
+                if (rows > LANES) softmax_columns_backward(2, seen, scale, weight, weights, grad_weights);
+                else softmax_columns_backward(1, seen, scale, weight, weights, grad_weights);
+                sums_add(&to_values, window, first, end, weights, rows, grad);
+                sums_add(&to_keys, window, first, end, grad_weights, rows, query);
+                long own = at_least(from, first), others = at_most(from + rows, end);
+                if (own >= others) continue;
+                Rows out = {grad_queries, q_row};
+                if (direct) out = (Rows){(float *)to + own * job->grad_query.token, job->grad_query.token};
+                multiply_transposed(others - own, padded(D), seen, grad_weights + own - from, STRIP_ROW, key.data,
+                                    key.row, out.data, out.row, direct && add);
+                if (!direct) give(type, to, job->grad_query.token, order, own, others - own, D, out.data, q_row, add,
+                                  spare);
+            }
+        }
+    }
+    sums_move(job, &to_keys, b, key_head, order, first, end, to_keys.top, to_keys.top, add, spare);
+    sums_move(job, &to_values, b, key_head, order, first, end, to_values.top, to_values.top, add, spare);
+}
+
 /* Gradients of the blocks at places first ... end of a key head, for all of its query heads; `add`: to what is there.
    */
 static void near_backward(const Plan *plan, long b, long key_head, long first, long end, float weight, int add,
                           Scratch scratch) {
     const Job *job = plan->job;
+    if (job->is_window) {
+        window_backward(plan, b, key_head, first, end, weight, add, scratch);
+        return;
+    }
     long type = job->type, D = job->width, V = job->value_width, groups = job->heads / job->key_heads;
     long size = near_size(job), row = row_of(size), q_row = row_of(D), v_row = row_of(V), most = at_least(q_row, v_row);
     const int32_t *order = plan->key_order ? plan->key_order + b * job->keys : NULL;
