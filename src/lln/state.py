@@ -6,7 +6,8 @@
 
 However a sequence is split into calls, the outputs are those of `lln_attention(..., is_causal=True)` on all of it (with
 `block_size`, of `lln_diag_attention`). A state is a value: every method returns a new one and leaves the old one as
-it was, so that branching a generation is keeping a reference.
+it was, so that branching a generation is keeping a reference. Where the old one is not needed, `in_place=True` lets the
+new one take its memory, which is faster.
 """
 
 from collections.abc import Callable
@@ -15,14 +16,15 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from lln.backends.torch.blocks import block_diagonal_attention
-from lln.backends.torch.causal import causal_attention
-from lln.backends.torch.summary import KeySummary, absent, empty_summary, merge, recall, remember
+from lln.backends import advance
+from lln.backends.torch.advance import newest
+from lln.backends.torch.summary import KeySummary, empty_summary, merge
 from lln.checks import check_block_size, check_choice, check_inputs, check_scale, check_values, is_recorded
 from lln.curves import MATCHINGS, Matching
-from lln.masks import blank, kept_tokens, read_padding, take_tokens
-from lln.moments import PrefixSums, empty_sums, prefix_moments
+from lln.masks import read_padding
+from lln.moments import empty_sums
 from lln.precision import accumulator, autocast_is_on
+from lln.recurrence import Advance, Memory, Recurrence
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,13 @@ class LLNState:
     key_sums: Tensor  # (B, H, 3)
     alpha: Tensor | None = None  # given, or matched to the tokens so far
     beta: Tensor | None = None
-    recent_key: Tensor | None = None  # (B, H_k, C, D) the last tokens, newest last: LLN+Diag only
+    recent_key: Tensor | None = None  # (B, H_k, C, D) the last tokens, kept token t at place t % C: LLN+Diag only
     recent_value: Tensor | None = None  # (B, H_k, C, V)
     matching: Matching = "variance"
 
     def __post_init__(self) -> None:
         """Every tensor owns its memory: a view would keep all that it was cut from, and cannot be saved."""
+        self._check_shapes()
         owners: set[int] = set()
         for field in fields(self):
             x = getattr(self, field.name)
@@ -100,66 +103,55 @@ class LLNState:
         return sum(x.numel() * x.element_size() for x in self.to_dict().values())
 
     def prefill(
-        self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, "LLNState"]:
         """The outputs (B, H, N, V) of the next N tokens, and the state after them.
 
-        Tokens that `key_padding_mask` does not keep leave no trace in the state.
+        Args:
+            query: (B, H, N, D).
+            key: (B, H_k, N, D).
+            value: (B, H_k, N, V).
+            key_padding_mask: (B, N) bool with True = keep, or (B,) lengths. Tokens that are not kept leave no trace in
+                the state.
+            in_place: whether the state that is returned may take the memory of this one, which must not be used
+                afterwards.
         """
-        far, near, state = self.branches(query, key, value, key_padding_mask=key_padding_mask)
-        return (far if near is None else (far + near) / 2).to(query.dtype), state
+        output, _, memory = self._advance(query, key, value, key_padding_mask, apart=False, in_place=in_place)
+        return output, self._with(memory)
 
     def step(
-        self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, "LLNState"]:
-        """The output (B, H, 1, V) of the next token, and the state after it."""
+        """The output (B, H, 1, V) of the next token, and the state after it; see `prefill`."""
         if query.dim() == 4 and query.shape[2] != 1:
             raise ValueError(f"step takes one token, got query {tuple(query.shape)}; use prefill for several")
-        return self.prefill(query, key, value, key_padding_mask=key_padding_mask)
+        output, _, memory = self._advance(query, key, value, key_padding_mask, apart=False, in_place=in_place)
+        return output, self._with(memory)
 
     def branches(
-        self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor | None, "LLNState"]:
         """As `prefill`, with the LLN and the block-diagonal output apart, in the accumulator's dtype."""
-        self._check_tokens(query, key, value)
-        if autocast_is_on(query.device.type):
-            with torch.autocast(query.device.type, enabled=False):
-                return self.branches(query, key, value, key_padding_mask=key_padding_mask)
-        keep = read_padding(key_padding_mask, key)
-        moments, sums = prefix_moments(query, key, keep, PrefixSums(self.count, self.query_sums, self.key_sums))
-        matched: tuple[Tensor | None, Tensor | None] = (None, None)
-        if self.alpha is None or self.beta is None:
-            matched = moments.scales(head_dim=query.shape[3], matching=self.matching)
-        alpha, beta = (
-            given[..., None, None] if given is not None else found[..., None]  # type: ignore[index]
-            for given, found in zip((self.alpha, self.beta), matched, strict=True)
-        )
-        memory = KeySummary(self.mass, self.values)
-        if query.shape[2] == 1:  # a third of the time of a causal chunk
-            memory = merge(memory, remember(key, value, beta, keep, heads=query.shape[1]))
-            far = recall(query, alpha, memory)
-        else:
-            far, memory = causal_attention(query, key, value, alpha, beta, keep, memory)
-        state = replace(
-            self,
-            mass=memory.mass,
-            values=memory.values,
-            count=sums.tokens,
-            query_sums=sums.query,
-            key_sums=sums.key,
-        )
-        if self.recent_key is None or self.recent_value is None:
-            return far, None, state
-        if query.shape[2] == 1 and keep is None:
-            recent = tuple(
-                torch.cat((old[:, :, 1:], new), dim=2)
-                for old, new in ((self.recent_key, key), (self.recent_value, value))
-            )
-            near = self._attend_block(query, *recent)
-        else:
-            near = self._attend_recent(query, key, value, kept_tokens(keep, query))
-            recent = _newest(self.recent_key, self.recent_value, self.count, key, value, kept_tokens(keep, query))
-        return far, near, replace(state, recent_key=recent[0], recent_value=recent[1])
+        far, near, memory = self._advance(query, key, value, key_padding_mask, apart=True, in_place=in_place)
+        return far, near, self._with(memory)
 
     def reorder(self, index: Tensor) -> "LLNState":
         """The state of the samples `index` (any number of them, also repeated), as a beam search asks for."""
@@ -185,9 +177,15 @@ class LLNState:
         if recent_key is not None and recent_value is not None:
             assert later.recent_key is not None
             assert later.recent_value is not None
-            filled = _filled(later.count, recent_key.shape[2])
-            recent_key, recent_value = _newest(
-                recent_key, recent_value, self.count, later.recent_key, later.recent_value, filled
+            size = recent_key.shape[2]
+            # The place of the later token t is t % C, and only the last C are asked for.
+            places = torch.arange(size, device=self.count.device).expand(len(self.count), size)
+            recent_key, recent_value = newest(
+                (recent_key, recent_value),
+                self.count,
+                (later.recent_key, later.recent_value),
+                places,
+                self.count + later.count,
             )
         return replace(
             self,
@@ -225,35 +223,55 @@ class LLNState:
         tensors = {name: x for name, x in self.to_dict().items() if name != "matching"}
         return replace(self, **{name: change(x) for name, x in tensors.items()})  # type: ignore[arg-type]
 
-    def _attend_recent(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
-        """Block-diagonal attention, with what the current block already holds put before the new tokens."""
-        assert self.recent_key is not None
-        assert self.recent_value is not None
-        size = self.recent_key.shape[2]
-        begun = _filled(self.count % size, size)
-        absent_query = query.new_zeros(*query.shape[:2], size, query.shape[3])
-        near = block_diagonal_attention(
-            torch.cat((absent_query, query), dim=2),
-            torch.cat((self.recent_key, key), dim=2),
-            torch.cat((self.recent_value, value), dim=2),
-            torch.cat((begun, keep), dim=1),
-            block_size=size,
-            is_causal=True,
+    def _advance(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, apart: bool, in_place: bool
+    ) -> Advance:
+        self._check_tokens(query, key, value)
+        if autocast_is_on(query.device.type):
+            with torch.autocast(query.device.type, enabled=False):
+                return self._advance(query, key, value, mask, apart=apart, in_place=in_place)
+        keep = None if mask is None else read_padding(mask, key)
+        memory = Memory(
+            self.mass,
+            self.values,
+            self.count,
+            self.query_sums,
+            self.key_sums,
+            self.recent_key,
+            self.recent_value,
         )
-        return near[:, :, size:]
+        return advance(
+            Recurrence(query, key, value, keep, memory, self.alpha, self.beta, self.matching, apart, in_place)
+        )
 
-    def _attend_block(self, query: Tensor, recent_key: Tensor, recent_value: Tensor) -> Tensor:
-        """Softmax attention of one token to its block, which ends with it: the newest of the recent tokens."""
-        size, dtype = recent_key.shape[2], accumulator(query.dtype)
-        groups = query.shape[1] // recent_key.shape[1]
-        k, v = (
-            x.to(dtype).repeat_interleave(groups, dim=1) if groups > 1 else x.to(dtype)
-            for x in (recent_key, recent_value)
-        )
-        scores = (query.to(dtype) * query.shape[3] ** -0.5) @ k.mT
-        outside = ~_filled(self.count % size + 1, size)[:, None, None, :]
-        weights = torch.softmax(scores.masked_fill(outside, absent(dtype)), dim=-1)
-        return weights @ v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
+    def _with(self, memory: Memory) -> "LLNState":
+        """The state with another memory: this one, if its tensors were overwritten."""
+        if memory.mass is self.mass:
+            return self
+        tensors = memory._asdict()
+        return replace(self, count=tensors.pop("num_tokens"), **tensors)
+
+    def _check_shapes(self) -> None:
+        """Refuse tensors that do not belong to one state: C code reads them without a further look."""
+        batch, heads, head_dim, value_dim = self.values.shape if self.values.dim() == 4 else (-1, -1, -1, -1)
+        shapes: dict[str, tuple[int, ...]] = {
+            "mass": (batch, heads, head_dim),
+            "values": (batch, heads, head_dim, value_dim),
+            "count": (batch,),
+            "query_sums": (batch, heads, 3),
+            "key_sums": (batch, heads, 3),
+            "alpha": (batch, heads),
+            "beta": (batch, heads),
+        }
+        if self.recent_key is not None:
+            recent = (batch, *self.recent_key.shape[1:3])
+            shapes |= {"recent_key": (*recent, head_dim), "recent_value": (*recent, value_dim)}
+        for name, shape in shapes.items():
+            x = getattr(self, name)
+            if x is not None and x.shape != shape:
+                raise ValueError(f"{name} of a state must be {shape}, got {tuple(x.shape)}")
+        if (self.recent_key is None) != (self.recent_value is None):
+            raise ValueError("a state has recent keys and recent values, or neither")
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         check_inputs(query, key, value, same_length="LLNState")
@@ -282,23 +300,6 @@ def _is_owner(x: Tensor, others: set[int]) -> bool:
     is_alone = storage.data_ptr() not in others or storage.nbytes() == 0
     others.add(storage.data_ptr())
     return is_alone and x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size()
-
-
-def _filled(count: Tensor, size: int) -> Tensor:
-    """Which of `size` places, the newest last, hold one of `count` tokens: (B, size)."""
-    return torch.arange(size, device=count.device) >= size - count[:, None]
-
-
-def _newest(
-    recent_key: Tensor, recent_value: Tensor, count: Tensor, key: Tensor, value: Tensor, keep: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The newest kept tokens of a block of recent ones, of which `count` have come, and the tokens after it."""
-    size = recent_key.shape[2]
-    order = torch.argsort(torch.cat((_filled(count, size), keep), dim=1), dim=1, stable=True)[:, -size:]
-    return (
-        take_tokens(torch.cat((recent_key, blank(key, keep)), dim=2), order),
-        take_tokens(torch.cat((recent_value, blank(value, keep)), dim=2), order),
-    )
 
 
 def _describe(tensors: dict[str, Tensor]) -> str:

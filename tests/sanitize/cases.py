@@ -7,6 +7,7 @@ with.
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import random
 import sys
@@ -185,8 +186,35 @@ def run(case: Case) -> None:
     leaves = [*inputs, *(x for x in (*scales.values(), problem.key_weight) if isinstance(x, Tensor))]
     output = backend.attention(problem)
     results += [output, *torch.autograd.grad(output, leaves, gradient)]
+    is_stateful = near != "window" and problem.key_weight is None and case.scales != "tokens"
+    if case.is_causal and far and is_stateful:
+        results += run_state(case, inputs, options["key_padding_mask"], scales)
     if case.values == "normal" and (problem.key_weight is None or problem.key_weight.isfinite().all()):
         assert all(x.isfinite().all() for x in results), "NaN in results: memory is read before it is written"
+
+
+def run_state(case: Case, inputs: list[Tensor], mask: Tensor | None, scales: dict[str, Any]) -> list[Tensor]:
+    """The same tokens as the next ones of a state: a few, one, and the rest."""
+    state = lln.LLNState.empty(
+        case.batch,
+        case.heads,
+        case.width,
+        case.value_width,
+        key_heads=case.key_heads,
+        block_size=None if case.attention == "lln_attention" else case.block_size,
+        dtype=case.dtype,
+        **scales,
+    )
+    results: list[Tensor] = []
+    with torch.no_grad():
+        cuts = sorted({0, case.keys // 3, min(case.keys // 3 + 1, case.keys), case.keys})
+        for start, end in itertools.pairwise(cuts):
+            tokens = [x[:, :, start:end] for x in inputs]
+            keep = None if mask is None else mask[:, start:end]
+            far, near, _ = state.branches(*tokens, key_padding_mask=keep)
+            output, state = state.prefill(*tokens, key_padding_mask=keep, in_place=start % 2 == 0)
+            results += [far, output] if near is None else [far, near, output]
+    return results
 
 
 def find_fault(fault: Callable[[], object], *found: str) -> None:

@@ -17,10 +17,11 @@ from lln.backends.cpu import CpuBackend
 from lln.backends.torch import TorchBackend
 from lln.forms import in_paper_form
 from lln.problem import Options, Problem
+from lln.recurrence import Advance, Recurrence
 
 BACKENDS: tuple[Backend, ...] = (CpuBackend(), TorchBackend())
 
-__all__ = ["BACKENDS", "Backend", "attention", "choose", "explain"]
+__all__ = ["BACKENDS", "Backend", "advance", "attention", "choose", "explain"]
 
 
 def attention(problem: Problem) -> Tensor:
@@ -36,6 +37,14 @@ def attention(problem: Problem) -> Tensor:
         return output
     near = replace(problem, far=False)
     return (output + choose(near).attention(near)) / 2
+
+
+def advance(recurrence: Recurrence) -> Advance:
+    """Compute the next tokens of a state with the first backend that can."""
+    for backend in BACKENDS[:-1]:
+        if disabled_reason(backend.name) is None and backend.why_not_advance(recurrence) is None:
+            return backend.advance(recurrence)
+    return BACKENDS[-1].advance(recurrence)
 
 
 def choose(problem: Problem) -> Backend:

@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lln.problem import Problem
+from lln.recurrence import Advance, Recurrence
 
 
 class Backend(ABC):
@@ -33,3 +34,11 @@ class Backend(ABC):
         """What the problem asks for, in the dtype of its inputs."""
         branch = self.near if not problem.far else self.far if problem.near is None else self.average
         return branch(problem).to(problem.query.dtype)
+
+    @abstractmethod
+    def why_not_advance(self, recurrence: Recurrence) -> str | None:
+        """Why this backend cannot compute the next tokens of a state; None if it can."""
+
+    @abstractmethod
+    def advance(self, recurrence: Recurrence) -> Advance:
+        """The outputs of the next tokens of a state, and its memory after them."""

@@ -1,7 +1,8 @@
 """`lln bench decode`: what one more token costs after a long context, with a state of constant size or with a cache.
 
-`lln` and `lln_diag` take `LLNState.step`. `cache` is softmax attention over a key-value cache in a buffer that was
-allocated for the whole context beforehand, `cache_cat` over one that is copied to grow, as `generate` does by default.
+`lln` and `lln_diag` take `LLNState.step(..., in_place=True)`, as a converted model does. `cache` is softmax attention
+over a key-value cache in a buffer that was allocated for the whole context beforehand, `cache_cat` over one that is
+copied to grow, as `generate` does by default.
 All contexts of all four are timed in the same rounds, so that the growth with the context is a ratio of one run.
 """
 
@@ -101,8 +102,9 @@ def _state_call(state: LLNState) -> Call:
     token = random_heads(1, heads=state.values.shape[1], head_dim=state.values.shape[2])
 
     def step() -> tuple[Tensor, ...]:
-        output, after = state.step(*token)
-        return (output, *after.to_dict().values())
+        nonlocal state
+        output, state = state.step(*token, in_place=True)
+        return (output,)
 
     return Call(token, step)
 

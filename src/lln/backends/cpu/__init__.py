@@ -1,7 +1,7 @@
 """C for CPUs: forward and backward in one pass over the tokens each, built with the system's compiler at first use.
 
-`binding` describes tensors to the C code (`src/`), `autograd` makes functions with gradients and torch.library ops of
-it, and `build` compiles and loads it.
+`binding` describes tensors to the C code (`src/`) in the structs of `layout`, `autograd` makes functions with gradients
+and torch.library ops of it, and `build` compiles and loads it.
 """
 
 import functools
@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from lln.backends.base import Backend
+from lln.backends.cpu import binding
 from lln.backends.cpu.autograd import attention
-from lln.backends.cpu.binding import MAX_BLOCK, MAX_WIDTH, TYPES
+from lln.backends.cpu.binding import TYPES
 from lln.backends.cpu.build import BuildError, load
+from lln.backends.cpu.layout import MAX_BLOCK, MAX_WIDTH
 from lln.checks import is_recorded
 from lln.problem import Problem
+from lln.recurrence import Advance, Recurrence
 
 
 class CpuBackend(Backend):
@@ -25,14 +28,9 @@ class CpuBackend(Backend):
     name = "cpu"
 
     def why_not(self, problem: Problem) -> str | None:
-        query = problem.query
-        if query.device.type != "cpu":
-            return f"device is {query.device.type}"
-        if query.dtype not in TYPES:
-            return f"dtype is {str(query.dtype).removeprefix('torch.')}"
-        for name, width in (("head dimension", query.shape[3]), ("value width", problem.value.shape[3])):
-            if width % 8 != 0 or not 8 <= width <= MAX_WIDTH:
-                return f"{name} {width} is not a multiple of 8 up to {MAX_WIDTH}"
+        reason = _unsupported_reason(problem.query, problem.value)
+        if reason is not None:
+            return reason
         if problem.near and min(problem.block_size, problem.key.shape[2]) > MAX_BLOCK:
             what = "windows" if problem.near == "window" else "blocks"
             return f"{what} of {min(problem.block_size, problem.key.shape[2])} tokens are larger than {MAX_BLOCK}"
@@ -40,7 +38,7 @@ class CpuBackend(Backend):
             for name, scale in (("alpha", problem.alpha), ("beta", problem.beta)):
                 if scale is not None and scale.shape[2] != 1:
                     return f"{name} differs between tokens"
-        return _transformed_reason(problem) or build_problem()
+        return _transformed_reason((problem.query, problem.key, problem.value)) or build_problem()
 
     def far(self, problem: Problem) -> Tensor:
         return self.attention(replace(problem, near=None, block_size=0))
@@ -56,14 +54,47 @@ class CpuBackend(Backend):
             problem = replace(problem, alpha=alpha, beta=beta)
         return attention(problem)
 
+    def why_not_advance(self, recurrence: Recurrence) -> str | None:
+        query, key, value, _, memory, alpha, beta, *_ = recurrence
+        if torch.compiler.is_compiling():
+            return "torch.compile wants to see the operations of a state"
+        reason = _unsupported_reason(query, value)
+        if reason is not None:
+            return reason
+        if memory.recent_key is not None and memory.recent_key.shape[2] > MAX_BLOCK:
+            return f"blocks of {memory.recent_key.shape[2]} tokens are larger than {MAX_BLOCK}"
+        tensors = (query, key, value, *memory, alpha, beta)
+        needs_grad = torch.is_grad_enabled()
+        for x in tensors:
+            if x is not None and x.requires_grad and needs_grad:
+                return "gradients flow through a state in plain torch"
+        if binding.dtypes_of(memory) != binding.MEMORY_DTYPES[memory.recent_key is None, query.dtype]:
+            return "the state has other dtypes than one made for these tokens on a CPU"
+        return _transformed_reason(tensors) or build_problem()
 
-def _transformed_reason(problem: Problem) -> str | None:
+    def advance(self, recurrence: Recurrence) -> Advance:
+        return binding.advance(recurrence)
+
+
+def _unsupported_reason(query: Tensor, value: Tensor) -> str | None:
+    """Why there is no C code for tokens of this kind."""
+    if query.device.type != "cpu":
+        return f"device is {query.device.type}"
+    if query.dtype not in TYPES:
+        return f"dtype is {str(query.dtype).removeprefix('torch.')}"
+    for name, width in (("head dimension", query.shape[3]), ("value width", value.shape[3])):
+        if width % 8 != 0 or not 8 <= width <= MAX_WIDTH:
+            return f"{name} {width} is not a multiple of 8 up to {MAX_WIDTH}"
+    return None
+
+
+def _transformed_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
     """Why C code must not run although it could: something else wants to see the operations."""
     if torch.compiler.is_compiling():
         is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
         return "torch.export is to give a graph that runs anywhere" if is_exporting() else None
-    for x in (problem.query, problem.key, problem.value):
-        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter and x is not None:
             return "a tensor is of a class of its own"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func is transforming it"

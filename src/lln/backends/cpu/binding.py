@@ -12,16 +12,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lln import curves
+from lln.backends.cpu import layout
 from lln.backends.cpu.build import load
-from lln.curves import Matching
+from lln.checks import check_choice
+from lln.curves import MATCHINGS, Matching
+from lln.recurrence import Advance, Memory, Recurrence
 
-# What the tiles of the C code can hold.
-MAX_WIDTH, MAX_BLOCK = 256, 1024
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-JOB = struct.Struct("=14q16q2q8q2q3q6d16q2q6q")  # the fields of `Job` in cpu/job.h
+TYPES = {torch.float32: layout.FLOAT32, torch.bfloat16: layout.BFLOAT16, torch.float16: layout.FLOAT16}
+JOB, ADVANCE = (struct.Struct("=" + layout.format_of(kind)) for kind in (layout.Job, layout.Advance))
 NO_TENSOR = (0, 0, 0, 0)
+# No gradients, no window and no weights of keys: the last fields of a Job.
+NO_GRADIENTS = NO_TENSOR * 4 + (0, 0) + (0, *NO_TENSOR, 0)
+# The dtypes of a state's memory, by whether it has no recent tokens and by the dtype of its tokens.
+SUMS = (torch.float32, torch.float32, torch.int64, torch.float64, torch.float64)
+MEMORY_DTYPES = {
+    (is_far, dtype): (*SUMS, *((None, None) if is_far else (dtype, dtype)))
+    for dtype in TYPES
+    for is_far in (True, False)
+}
 
 _forked = False
 
@@ -43,6 +54,7 @@ class Curve(NamedTuple):
 
 @functools.cache
 def curve_of(head_dim: int, matching: Matching) -> Curve:
+    check_choice("matching", matching, MATCHINGS)
     table = curves.TABLE
     start, ratio = table["score_variance"]["start"], table["score_variance"]["ratio"]
     a, b = curves.linear_constants(head_dim)
@@ -140,6 +152,67 @@ def backward(
         (is_window, *_weight_layout(key_weight), of_weight.data_ptr() if grad_weight else 0),
     )
     return gradients
+
+
+def dtypes_of(memory: Memory) -> tuple[torch.dtype | None, ...]:
+    """The dtype of each tensor on a CPU; None for one that is absent or elsewhere."""
+    return tuple([x.dtype if x is not None and x.is_cpu else None for x in memory])
+
+
+def advance(recurrence: Recurrence) -> Advance:
+    """The next tokens of a state in one call; its memory is overwritten, or the new one is in tensors of its own."""
+    query, key, value, keep, memory, alpha, beta, matching, apart, in_place = recurrence
+    (batch, heads, tokens, width), (_, key_heads, _, value_width) = query.shape, value.shape
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    dtype = query.dtype
+    output_type = torch.float32 if apart else dtype
+    output = torch.empty((batch, heads, tokens, value_width), dtype=output_type)
+    near = torch.empty_like(output) if apart and memory.recent_key is not None else None
+    after = memory
+    if not in_place:
+        copies: list[Any] = [None if x is None else torch.empty_like(x) for x in memory]
+        after = Memory(*copies)
+    if keep is not None:
+        keep = keep.contiguous()
+    before_pointers = _pointers(memory)
+    q, k, v = query.stride(), key.stride(), value.stride()
+    output_strides = (heads * tokens * value_width, tokens * value_width, value_width)
+    job = ADVANCE.pack(
+        *(batch, heads, key_heads, tokens, tokens, width, value_width, TYPES[dtype]),
+        *(
+            1 if _forked else torch.get_num_threads(),
+            True,
+            0 if memory.recent_key is None else memory.recent_key.shape[2],
+        ),
+        *(True, alpha is None, beta is None),
+        *(query.data_ptr(), q[0], q[1], q[2], key.data_ptr(), k[0], k[1], k[2]),
+        *(value.data_ptr(), v[0], v[1], v[2], output.data_ptr(), *output_strides),
+        *(0, 0 if keep is None else keep.data_ptr()),
+        *(NO_TENSOR if alpha is None else (alpha.data_ptr(), heads, 1, 0)),
+        *(NO_TENSOR if beta is None else (beta.data_ptr(), heads, 1, 0)),
+        *(0, 0),
+        *curve_of(width, matching).fields,
+        *NO_GRADIENTS,
+        *(NO_TENSOR if near is None else (near.data_ptr(), *output_strides)),
+        TYPES[output_type],
+        *before_pointers,
+        *(before_pointers if in_place else _pointers(after)),
+    )
+    if load().lln_advance(job) != 0:
+        raise MemoryError("no memory for the scratch space of attention")
+    if in_place:
+        _note_change(memory)
+    return Advance(output, near, after)
+
+
+def _pointers(memory: Memory) -> tuple[int, ...]:
+    return tuple([0 if x is None else x.data_ptr() for x in memory])
+
+
+def _note_change(memory: Memory) -> None:
+    """Let autograd know that tensors were overwritten, so that it refuses to use what it saved of them."""
+    if not memory.mass.is_inference():
+        increment_version([x for x in memory if x is not None])
 
 
 def make_room(

@@ -23,6 +23,7 @@ from importlib.resources import files
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from lln.backends.cpu import layout
 from lln.cache import cache_folder, trusted_folder, untrusted_reason
 
 FLAGS = [
@@ -58,7 +59,9 @@ def open_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"the built library does not load: {error}") from error
-    for name in ("lln_forward", "lln_backward"):
+    if (problem := layout.difference(library)) is not None:
+        raise BuildError(f"the library and layout.py do not fit together: {problem}")
+    for name in ("lln_forward", "lln_backward", "lln_advance"):
         getattr(library, name).argtypes = [ctypes.c_char_p]
         getattr(library, name).restype = ctypes.c_int64
     _share_threads(library)

@@ -9,12 +9,13 @@ No epsilon is needed and nothing overflows, however long the sequence. Tokens pa
 inputs, output and gradients only a piece's worth is in memory; the backward pass computes A and B again.
 
 Full attention is in `full`, causal attention in `causal`, softmax attention among neighbours in `blocks` and `window`,
-and what is kept of the keys in `summary`.
+what is kept of the keys in `summary`, and the next tokens of a state in `advance`.
 """
 
 from torch import Tensor
 
 from lln.backends.base import Backend
+from lln.backends.torch.advance import advance
 from lln.backends.torch.blocks import block_diagonal_attention
 from lln.backends.torch.causal import causal_attention
 from lln.backends.torch.full import full_attention
@@ -22,6 +23,7 @@ from lln.backends.torch.summary import empty_summary
 from lln.backends.torch.window import window_attention
 from lln.masks import blank_not_finite
 from lln.problem import Problem
+from lln.recurrence import Advance, Recurrence
 
 
 class TorchBackend(Backend):
@@ -56,3 +58,9 @@ class TorchBackend(Backend):
     def average(self, problem: Problem) -> Tensor:
         far = self.far(problem)  # in place: at a million tokens each copy counts
         return far.add_(self.near(problem)).mul_(0.5)
+
+    def why_not_advance(self, recurrence: Recurrence) -> str | None:
+        return None
+
+    def advance(self, recurrence: Recurrence) -> Advance:
+        return advance(recurrence)

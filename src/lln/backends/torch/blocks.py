@@ -140,10 +140,12 @@ def _forward(
         shape = q.shape[:3]
         q, k, v = (x.reshape(x.shape[0], -1, size, x.shape[3]) for x in (q, k, v))
         odd = None
-        if is_causal:
+        if is_causal and not (known(every := k.isfinite().all() & v.isfinite().all()) and bool(every)):
+            # A product with a weight of 0 would spoil earlier rows. A key that is not finite spoils all that see it.
+            odd_key = ~k.isfinite().all(dim=-1, keepdim=True)
+            k, v = k.masked_fill(odd_key, 0.0), v.masked_fill(odd_key, torch.nan)
             finite = v.isfinite()
-            if not (known(every := finite.all()) and bool(every)):
-                v, odd = v.where(finite, 0.0), _running_odd(v, finite)
+            v, odd = v.where(finite, 0.0), _running_odd(v, finite)
         mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
         part.write(output, (mixed if odd is None else mixed + odd).view(*shape, -1))
     return (output,), ()

@@ -1,17 +1,14 @@
 /* LLN attention, block-diagonal attention and their mean on a CPU, forward and backward: the entry points.
 
-   `ops.py` fills in a Job (job.h). Nothing here knows torch. Heads go to threads; where heads are too few for that,
+   `binding.py` fills in a Job (job.h). Nothing here knows torch. Heads go to threads; where heads are too few for that,
    tokens are cut into chunks as well, and what the chunks measure, remember and hand back is merged in their order, so
    that the same job with the same number of threads gives the same bits. */
 
+#include <stddef.h>
 #include <sys/mman.h>
 
+#include "advance.h"
 #include "causal.h"
-
-#define EACH(index, thread, threads, total) for (long index = thread; index < (total); index += threads)
-/* The same for work that shares nothing: whoever is free takes the next, so that no one waits for a disturbed core. */
-#define NEXT(index, plan, total) \
-    for (long index; (index = __atomic_fetch_add(&(plan)->taken, 1, __ATOMIC_RELAXED)) < (total);)
 
 typedef struct {
     long batch, head, chunk;
@@ -361,7 +358,19 @@ static long causal_parts_backward(const Plan *plan) {
             job->batch * job->key_heads * apart(key_gradients_floats(job));
 }
 
-static int64_t execute(const Job *job, int is_backward) {
+/* Multiplications, about, below which a job stays in one thread: to start the others takes as long. */
+#define JOB_FOR_THREADS (1 << 19)
+
+static int is_small(const Job *job) {
+    double tokens = (double)job->batch * job->heads * at_least(job->queries, job->keys);
+    long seen = at_most(job->block_size, job->keys) + (job->with_lln ? at_least(job->width, job->value_width) : 0);
+    return tokens * (job->width + job->value_width) * seen < JOB_FOR_THREADS;
+}
+
+static int64_t execute(const Job *given, int is_backward) {
+    Job copy = *given;
+    const Job *job = &copy;
+    if (is_small(given)) copy.threads = 1;
     Plan plan = {.job = job};
     long heads = job->batch * job->heads;
     int64_t *counts = malloc(2 * at_least(job->batch, 1) * sizeof(int64_t));
@@ -407,7 +416,59 @@ EXPORT void lln_use_threads(Parallel parallel, void (*barrier)(void), int (*thre
     omp_team = team;
 }
 
-/* Both give 0, or 1 if there was no memory. */
+/* All give 0, or 1 if there was no memory. */
 EXPORT int64_t lln_forward(const Job *job) { return execute(job, 0); }
 
 EXPORT int64_t lln_backward(const Job *job) { return execute(job, 1); }
+
+/* The same for the next tokens of a state. */
+EXPORT int64_t lln_advance(const Advance *advance) {
+    const Job *job = &advance->job;
+    Plan plan = {.job = job};
+    if (job->keys == 1) {
+        long work = job->batch * job->heads * job->width * (job->value_width + job->block_size);
+        if (work < STEP_FOR_THREADS || job->threads < 2) step_all(advance);
+        else run(&plan, step_heads);
+        return plan.failed;
+    }
+    int64_t *counts = malloc(job->batch * sizeof(int64_t));
+    if (!counts) return 1;
+    plan.key_count = counts;
+    plan.key_order = read_order(job->keep_key, job->batch, job->keys, counts, &plan.failed);
+    plan.floats = advance_floats(job);
+    in_large_pages(job, &job->output, job->heads, job->queries, job->value_width);
+    if (!plan.failed) run(&plan, advance_heads);
+    for (long b = 0; b < job->batch; b++) advance->after.count[b] = advance->before.count[b] + counts[b];
+    free(plan.key_order);
+    free(counts);
+    return plan.failed;
+}
+
+/* What `binding.py` knows of this code as well; it compares the two when it loads the library. */
+typedef struct {
+    const char *name;
+    int64_t value;
+} Fact;
+
+#define FACT(constant) {#constant, constant}
+#define SIZE(type) {#type, sizeof(type)}
+#define PLACE(type, field) {#type "." #field, offsetof(type, field)}
+
+EXPORT const Fact lln_facts[] = {
+        FACT(MAX_WIDTH), FACT(MAX_BLOCK), FACT(FLOAT32), FACT(BFLOAT16), FACT(FLOAT16), SIZE(Tensor), SIZE(Scale),
+        SIZE(Job), SIZE(State), SIZE(Advance), PLACE(Tensor, data), PLACE(Tensor, batch), PLACE(Tensor, head),
+        PLACE(Tensor, token), PLACE(Scale, data), PLACE(Scale, batch), PLACE(Scale, head), PLACE(Scale, token),
+        PLACE(Job, batch), PLACE(Job, heads), PLACE(Job, key_heads), PLACE(Job, queries), PLACE(Job, keys),
+        PLACE(Job, width), PLACE(Job, value_width), PLACE(Job, type), PLACE(Job, threads), PLACE(Job, is_causal),
+        PLACE(Job, block_size), PLACE(Job, with_lln), PLACE(Job, match_alpha), PLACE(Job, match_beta),
+        PLACE(Job, query), PLACE(Job, key), PLACE(Job, value), PLACE(Job, output), PLACE(Job, keep_query),
+        PLACE(Job, keep_key), PLACE(Job, alpha), PLACE(Job, beta), PLACE(Job, mass), PLACE(Job, values),
+        PLACE(Job, curve), PLACE(Job, curve_rows), PLACE(Job, curve_columns), PLACE(Job, log_start),
+        PLACE(Job, log_ratio), PLACE(Job, log_first_count), PLACE(Job, log_count_ratio), PLACE(Job, line_a),
+        PLACE(Job, line_b), PLACE(Job, grad_output), PLACE(Job, grad_query), PLACE(Job, grad_key),
+        PLACE(Job, grad_value), PLACE(Job, grad_alpha), PLACE(Job, grad_beta), PLACE(Job, is_window), PLACE(Job, key_weight),
+        PLACE(Job, grad_weight), PLACE(State, mass),
+        PLACE(State, values), PLACE(State, count), PLACE(State, query_sums), PLACE(State, key_sums),
+        PLACE(State, recent_key), PLACE(State, recent_value), PLACE(Advance, job), PLACE(Advance, near),
+        PLACE(Advance, output_type), PLACE(Advance, before), PLACE(Advance, after), {NULL, 0},
+};

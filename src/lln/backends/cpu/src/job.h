@@ -9,6 +9,9 @@
 #include "product.h"
 
 #define TILE 64
+/* What tiles and the arrays of a step can hold: `why_not` refuses more. */
+#define MAX_WIDTH 256
+#define MAX_BLOCK 1024
 
 /* A tensor (B, heads, tokens, features); strides in elements, the last dimension contiguous. */
 typedef struct {
@@ -22,7 +25,7 @@ typedef struct {
     int64_t batch, head, token;
 } Scale;
 
-/* Filled by `ops.py`, which packs the fields in this order; 8 bytes each. */
+/* Filled by `binding.py`, which packs the fields in this order; 8 bytes each. */
 typedef struct {
     int64_t batch, heads, key_heads, queries, keys, width, value_width;
     int64_t type, threads, is_causal, block_size; /* block_size 0: no blocks */
@@ -45,6 +48,23 @@ typedef struct {
     float *grad_weight; /* (B, H, keys) contiguous, or NULL; backward only */
 } Job;
 
+/* What a state keeps of its tokens (`lln.LLNState`); all tensors are contiguous. */
+typedef struct {
+    float *mass, *values;            /* (B, H, D) the log-mass L, (B, H, D, V) the mean values S */
+    int64_t *count;                  /* (B) kept tokens */
+    double *query_sums, *key_sums;   /* (B, H, 3): PrefixSums */
+    void *recent_key, *recent_value; /* (B, H_k, C, D or V): kept token t at place t % C; NULL without blocks */
+} State;
+
+/* The next tokens of a state. `job` describes the tokens; its `block_size` is C, and where alpha or beta is not to be
+   matched its Scale has one for each (batch, head). */
+typedef struct {
+    Job job;
+    Tensor near;         /* the attention inside the block; data NULL: `job.output` is the mean of both */
+    int64_t output_type; /* of `job.output` and `near` */
+    State before, after; /* the same pointers: in place */
+} Advance;
+
 typedef struct {
     const Job *job;
     int32_t *query_order, *key_order; /* (B, tokens): kept tokens first, then the others; NULL: as they come */
@@ -53,6 +73,7 @@ typedef struct {
     float *parts;                     /* what the pieces hand over */
     int64_t failed;                   /* out of memory */
     int64_t taken;                    /* pieces of work that some thread has begun */
+    long floats;                      /* of scratch memory for each thread; 0: scratch_floats() */
 } Plan;
 
 /* Scratch memory of a thread. It is passed by value: what a function takes of it is free again when it returns. */
@@ -248,7 +269,7 @@ static Scratch begin_scratch(float *memory, long floats) {
 
 static void work_in_team(void *argument) {
     Team *team = argument;
-    long floats = scratch_floats(team->plan->job);
+    long floats = team->plan->floats ? team->plan->floats : scratch_floats(team->plan->job);
     float *memory = own_scratch(floats + MOST_GUARDS * GUARD);
     Scratch scratch = {0};
     if (memory) scratch = begin_scratch(memory, floats);
@@ -256,6 +277,11 @@ static void work_in_team(void *argument) {
     int alone = !omp_parallel || team->plan->job->threads < 2;
     team->work(team->plan, alone ? 0 : omp_thread(), alone ? 1 : omp_team(), memory ? &scratch : NULL);
 }
+
+#define EACH(index, thread, threads, total) for (long index = thread; index < (total); index += threads)
+/* The same for work that shares nothing: whoever is free takes the next, so that no one waits for a disturbed core. */
+#define NEXT(index, plan, total) \
+    for (long index; (index = __atomic_fetch_add(&(plan)->taken, 1, __ATOMIC_RELAXED)) < (total);)
 
 static void wait_for_all(long threads) {
     if (threads > 1) omp_barrier();

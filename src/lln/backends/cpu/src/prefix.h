@@ -54,6 +54,16 @@ INLINE void add_sums(PrefixSums *to, const PrefixSums *from) {
     to->count += from->count;
 }
 
+/* alpha and beta that match the sums of some tokens. */
+static void match_sums(const Job *job, const PrefixSums *sums, float *alpha, float *beta) {
+    double count = sums->count > 0 ? sums->count : 1;
+    float sigma_q = sigma_of_sums(sums->query, count), sigma_k = sigma_of_sums(sums->key, count);
+    double product = (double)sigma_q * sigma_k > LARGEST_ENTRY ? LARGEST_ENTRY : (double)sigma_q * sigma_k;
+    double share = sqrt(matched_spread(job, product * product, sums->count) / 2);
+    *alpha = divided(share, sigma_q);
+    *beta = divided(share, sigma_k);
+}
+
 /* Add the tokens first ... end to `sums`; with `decide`, alpha and beta of each from the tokens up to it. */
 static void match_prefixes(const Plan *plan, long b, long h, long first, long end, int decide, PrefixSums *sums,
                            Scratch scratch) {
@@ -72,12 +82,7 @@ static void match_prefixes(const Plan *plan, long b, long h, long first, long en
                 add_entries(keys + r * row, D, sums->key);
             }
             if (!decide) continue;
-            double count = sums->count > 0 ? sums->count : 1;
-            float sigma_q = sigma_of_sums(sums->query, count), sigma_k = sigma_of_sums(sums->key, count);
-            double product = (double)sigma_q * sigma_k > LARGEST_ENTRY ? LARGEST_ENTRY : (double)sigma_q * sigma_k;
-            double share = sqrt(matched_spread(job, product * product, sums->count) / 2);
-            alpha = divided(share, sigma_q);
-            beta = divided(share, sigma_k);
+            match_sums(job, sums, &alpha, &beta);
             long token = start + r;
             if (job->match_alpha) job->alpha.data[b * job->alpha.batch + h * job->alpha.head + token * job->alpha.token]
                     = alpha;
