@@ -64,6 +64,9 @@ def test_explain_takes_the_options_of_the_functions(tokens):
     assert explain(q, k, v) == "cpu: no, head dimension 12 is not a multiple of 8 up to 256; torch: yes"
     with pytest.raises(ValueError, match="form must be one of"):
         explain(q, k, v, form="papr")
+    with pytest.raises(ValueError, match="near must be one of"):
+        explain(q, k, v, near="windows")
+    assert explain(*tokens(B=1, N=8, D=16, dtype=torch.float32), near="window") == "cpu: yes; torch: yes"
     with pytest.raises(TypeError, match="blok"):
         explain(q, k, v, blok=3)
 
@@ -104,3 +107,12 @@ def test_a_problem_is_validated_once_and_frozen(tokens):
     for wrong in ({"matching": "moments"}, {"form": "papr"}, {"near": "windows"}, {"scope": "head"}):
         with pytest.raises(ValueError, match="must be one of"):
             Problem.make(*tokens(N=8), far=True, **wrong)
+
+
+def test_forms_in_low_precision_do_not_overflow():
+    q = (torch.randn(1, 1, 64, 16) * 3e4).clamp(-6e4, 6e4).half()
+    center = torch.full((1, 16), -3e4)
+    options = {"form": "decomposed", "alpha": 1e-4, "beta": 1e-4, "centers": (center, center)}
+    output = lln.lln_attention(q, q, torch.randn(1, 1, 64, 16).half(), **options)
+    assert output.dtype is torch.float16
+    assert output.isfinite().all()

@@ -9,7 +9,8 @@ import lln
 from lln.masks import read_padding
 
 FUNCTIONS = ["lln_attention", "block_diagonal_attention", "lln_diag_attention"]
-NOISE = {"ones": 1.0, "huge": 1e30, "nan": float("nan"), "inf": float("inf")}
+FORMS = {"unbiased": {"form": "unbiased"}, "decomposed": {"form": "decomposed"}}
+NOISE = {"ones": 1.0, "huge": 1e30, "largest": 3e38, "nan": float("nan"), "inf": float("inf")}
 
 
 def keep_of(side, N=40):
@@ -102,3 +103,24 @@ def test_a_mask_that_keeps_all_is_no_mask(tokens):
             attention = functools.partial(getattr(lln, name), is_causal=is_causal)
             everything = torch.ones(2, 70, dtype=torch.bool)
             torch.testing.assert_close(attention(*inputs), attention(*inputs, key_padding_mask=everything))
+
+
+@pytest.mark.parametrize("noise", list(NOISE))
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_content_of_padding_does_not_matter_in_any_form(tokens, form, is_causal, noise):
+    keep = keep_of("right")
+    options = {**FORMS[form], "alpha": 1.0, "beta": 1.0, "is_causal": is_causal, "key_padding_mask": keep}
+    if is_causal and form == "decomposed":
+        options["centers"] = torch.randn(4, 16), torch.randn(4, 16)
+    clean = tokens(B=3, N=40, dtype=torch.float32)
+    dirty = [x.masked_fill(~keep[:, None, :, None], NOISE[noise]) for x in clean]
+    results = []
+    for inputs in (clean, dirty):
+        x = [t.detach().clone().requires_grad_() for t in inputs]
+        kept_rows = lln.lln_attention(*x, **options).transpose(1, 2)[keep]
+        kept_rows.square().sum().backward()
+        results.append([kept_rows, *(t.grad for t in x)])
+    for first, second in zip(*results, strict=True):
+        assert first.isfinite().all()
+        assert torch.equal(first, second)

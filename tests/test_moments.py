@@ -270,3 +270,10 @@ def test_temperatures():
     matched = lln_temperature(alpha, beta, moments.sigma_q, moments.sigma_k, head_dim=64)
     torch.testing.assert_close(matched, softmax_temperature(moments.row_variance))
     assert lln_temperature(alpha * 0, beta * 0, moments.sigma_q, moments.sigma_k, head_dim=64).isinf().all()
+
+
+def test_prefixes_of_equal_entries_have_no_variance():
+    """Float32 must find what float64 finds: tokens whose entries are equal, though other tokens have others."""
+    key = torch.randn(2, 2, 50, 1).expand(2, 2, 50, 16).contiguous()
+    _, beta = lln.match_moments(torch.randn(2, 2, 50, 16), key, is_causal=True)
+    assert (beta[..., 0] == 0).all()

@@ -89,6 +89,28 @@ def test_wrong_sequences_are_refused(tokens, wrong):
         lln.lln_attention(*tokens(B=1, N=8), cu_seqlens=starts)
 
 
+WRONG_OPTIONS = {
+    "alpha of a batch": {"alpha": torch.ones(3, 4)},
+    "alpha of other tokens": {"alpha": torch.ones(1, 4, 16)},
+    "centers of a batch": {"form": "decomposed", "centers": (torch.zeros(3, 4, 16), torch.zeros(3, 4, 16))},
+    "scope": {"scope": "batch"},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OPTIONS)
+def test_options_that_are_not_for_one_sample_are_refused(tokens, wrong):
+    with pytest.raises(ValueError, match=r"must have shape|use scope"):
+        lln.lln_attention(*tokens(B=1, N=8), cu_seqlens=torch.tensor([0, 3, 8]), **WRONG_OPTIONS[wrong])
+
+
+def test_no_tokens_at_all(tokens):
+    inputs = tokens(B=1, N=8, grad=True)
+    output = lln.lln_attention(*(x[:, :, :0] for x in inputs), cu_seqlens=torch.tensor([0, 0]))
+    assert output.grad_fn is not None
+    with pytest.raises(ValueError, match="matching must be one of"):
+        lln.lln_attention(*(x[:, :, :0] for x in inputs), cu_seqlens=torch.tensor([0, 0]), matching="foo")
+
+
 def test_masks_and_batches_beside_sequences_are_refused(tokens):
     starts = torch.tensor([0, 3, 8])
     with pytest.raises(ValueError, match="leave key_padding_mask out"):

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lln
@@ -120,6 +121,16 @@ def test_a_dispatch_mode_sees_every_operation(tokens, name, is_causal):
     graph = make_fx(attention)(*tokens(N=40, D=8, dtype=torch.float32))
     others = tokens(N=40, D=8, dtype=torch.float32)
     torch.testing.assert_close(graph(*others), attention(*others), rtol=1e-4, atol=1e-5)
+
+    def masked(query, key, value, keep):
+        return attention(query, key, value, key_padding_mask=keep)
+
+    graph = make_fx(masked)(*others, torch.rand(2, 40) < 0.7)
+    keep = torch.rand(2, 40) < 0.5
+    torch.testing.assert_close(graph(*others, keep), masked(*others, keep), rtol=1e-4, atol=1e-5)
+    with FakeTensorMode():
+        fake = [torch.empty(2, 4, 40, 8) for _ in range(3)]
+        assert masked(*fake, torch.ones(2, 40, dtype=torch.bool)).shape == (2, 4, 40, 8)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

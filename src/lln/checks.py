@@ -109,7 +109,7 @@ def check_values(condition: Tensor, message: str, shown: Tensor | None = None) -
     Raises:
         ValueError: the condition is false somewhere, or torch.jit.trace, which would not record the check, is active.
     """
-    if torch.compiler.is_compiling() or condition.device.type == "cuda":
+    if torch.compiler.is_compiling() or condition.device.type == "cuda" or torch._C._len_torch_dispatch_stack() > 0:
         torch._assert_async(condition.all(), message)
         return
     if torch._C._get_tracing_state() is not None:
@@ -128,7 +128,7 @@ def known(flag: Tensor) -> bool:
     return (
         flag.device.type == "cpu"
         and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
+        and not is_recorded()
         and not torch._C._functorch.is_functorch_wrapped_tensor(flag)
     )
 

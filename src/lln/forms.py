@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lln.masks import blank
+from lln.masks import blank, blank_not_finite
 from lln.precision import accumulator
 from lln.problem import Problem
 
@@ -29,7 +29,7 @@ def in_paper_form(problem: Problem) -> Problem:
     """
     if problem.form == "paper" or not problem.far:
         return problem
-    problem, column = centered(problem)
+    problem, column = centered(_without_padding(problem))
     alpha, beta = problem.scales()
     groups = problem.query.shape[1] // problem.key.shape[1]
     key = problem.key if groups == 1 else problem.key.repeat_interleave(groups, dim=1)
@@ -38,17 +38,24 @@ def in_paper_form(problem: Problem) -> Problem:
     return replace(problem, form="paper", alpha=alpha, beta=beta, key_weight=weight)
 
 
+def _without_padding(problem: Problem) -> Problem:
+    """The problem with zeros in padding: what stands there would reach gradients as 0 times NaN."""
+    query = blank_not_finite(problem.query, problem.queries.keep)
+    return replace(problem, query=query, key=blank(problem.key, problem.keys.keep))
+
+
 def centered(problem: Problem) -> tuple[Problem, Tensor | None]:
     """The problem of dq and dk, and m_q . k / sqrt(D) (B, H, M); other forms than the decomposed one as they are."""
     if problem.form != "decomposed":
         return problem, None
-    query, key, dtype = problem.query, problem.key, accumulator(problem.query.dtype)
+    dtype = accumulator(problem.query.dtype)  # differences of low precision could overflow it
+    query, key, value = (x.to(dtype) for x in (problem.query, problem.key, problem.value))
     center_q, center_k = problem.centers or sample_centers(problem)
     # m_q . k of the query heads of each key head
     by_group = torch.unflatten(center_q.to(dtype), 1, (key.shape[1], -1))
-    column = (key.to(dtype) @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
-    query, key = query - center_q[:, :, None].to(query.dtype), key - center_k[:, :, None].to(key.dtype)
-    return replace(problem, query=query, key=key, centers=None), column
+    column = (key @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
+    query, key = query - center_q[:, :, None].to(dtype), key - center_k[:, :, None].to(dtype)
+    return replace(problem, query=query, key=key, value=value, centers=None), column
 
 
 def sample_centers(problem: Problem) -> tuple[Tensor, Tensor]:

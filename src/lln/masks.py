@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lln.checks import check_values, known
 
+# As `ODD` in the C code: far above what queries hold, far below what overflows with any alpha.
+LARGEST_PADDING = 1e15
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
@@ -78,11 +80,14 @@ def blank(x: Tensor, keep: Tensor | None, value: float = 0.0) -> Tensor:
 
 
 def blank_not_finite(query: Tensor, keep: Tensor | None) -> Tensor:
-    """`query` with zeros in place of padding that holds NaN or infinities, so that 0 times NaN reaches no gradient."""
+    """`query` with zeros in place of padding that is not finite, or so large that it would not be once it is scaled.
+
+    0 times NaN would reach gradients of kept tokens.
+    """
     if keep is None:
         return query
     x = query.detach()
-    usable = x.amin(dim=-1, keepdim=True).isfinite() & x.amax(dim=-1, keepdim=True).isfinite() | keep[:, None, :, None]
+    usable = (x.abs().amax(dim=-1, keepdim=True) <= LARGEST_PADDING) | keep[:, None, :, None]  # not so for NaN
     if known(everything := usable.all()) and bool(everything):
         return query  # without a copy
     return query.masked_fill(~usable, 0.0)

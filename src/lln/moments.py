@@ -270,9 +270,13 @@ def _unbiased_sigma(x: Tensor, keep: Tensor | None) -> Tensor:
 def _entry_sums(part: Tensor, dtype: torch.dtype) -> Tensor:
     """Mean of the entries of each token, its square, and their variance, (B, H, tokens, 3); 0 for a blank one."""
     bounded = _bounded(part)
-    mean = bounded.mean(dim=-1, keepdim=True)
-    within = (bounded - mean).square().mean(dim=-1).to(dtype)  # torch.var takes ten times as long
-    mean = (mean + not_finite(part, -1))[..., 0].to(dtype)
+    origin = bounded[
+        ..., :1
+    ]  # equal entries must have a variance of exactly 0, which their rounded mean would not give
+    apart = bounded - origin
+    mean = apart.mean(dim=-1, keepdim=True)
+    within = (apart - mean).square().mean(dim=-1).to(dtype)  # torch.var takes ten times as long
+    mean = (origin.to(dtype) + mean.to(dtype) + not_finite(part, -1))[..., 0]
     return torch.stack((mean, mean.square(), within), dim=-1)
 
 

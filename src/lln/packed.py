@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.checks import check_inputs
+from lln.checks import check_inputs, check_scale
+from lln.problem import read_centers
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -38,6 +39,15 @@ def attend_packed(
         if options.get(name) is not None:
             raise ValueError(f"cu_seqlens says where sequences end, so there is no padding; leave {name} out")
     options = {name: x for name, x in options.items() if name not in ("key_padding_mask", "query_padding_mask")}
+    if options.get("scope") == "batch":
+        raise ValueError('scope="batch" takes statistics over all sequences; with cu_seqlens use scope="sample"')
+    for name in ("alpha", "beta"):
+        check_scale(name, options.get(name), batch=1, heads=query.shape[1], tokens=query.shape[2])
+    if options.get("far", True):
+        form, causal = options.get("form", "paper"), options.get("is_causal", False)
+        read_centers(options.get("centers"), query, key, form=form, is_causal=causal)
+    if query.shape[2] == 0:
+        return attend(query, key, value, **_given(options))
     options["centers"] = _without_batch(options.get("centers"))
     lengths = [end - start for start, end in pairwise(starts)]
     if lengths and min(lengths) == max(lengths) > 0:

@@ -177,7 +177,8 @@ class Problem:
 
     def output_of_nothing(self) -> Tensor:
         """The output where there is nothing to compute: zeros (B, H, N, V), with gradients of zero for all inputs."""
-        zero = sum(x[..., :0].sum() for x in (self.query, self.key, self.value))  # sums of nothing: without NaN
+        inputs = (x for x in (self.query, self.key, self.value, self.alpha, self.beta) if x is not None)
+        zero = sum(x[..., :0].sum().to(self.query.dtype) for x in inputs)  # sums of nothing: without NaN
         return self.query.new_zeros(*self.query.shape[:3], self.value.shape[3]) + zero
 
 

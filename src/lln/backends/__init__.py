@@ -32,7 +32,7 @@ def attention(problem: Problem) -> Tensor:
         return choose(problem).attention(problem)
     # Only the far part has a form: its inputs are not those of the near part.
     far = replace(in_paper_form(problem), near=None, block_size=0)
-    output = choose(far).attention(far)
+    output = choose(far).attention(far).to(problem.query.dtype)
     if problem.near is None:
         return output
     near = replace(problem, far=False)
@@ -67,7 +67,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options
     given: dict[str, Any] = dict(options)
     if given.pop("cu_seqlens", None) is not None:
         raise ValueError("explain is about one batch; leave cu_seqlens out")
-    near = given.pop("near", "blocks") if given.get("block_size") is not None else None
+    near: Any = given.pop("near", None) or ("blocks" if given.get("block_size") is not None else None)
     problem = in_paper_form(Problem.make(query, key, value, far=True, near=near, **given))
     reasons = ((x.name, disabled_reason(x.name) or x.why_not(problem)) for x in BACKENDS)
     return "; ".join(f"{name}: {'yes' if reason is None else f'no, {reason}'}" for name, reason in reasons)

@@ -129,7 +129,7 @@ static void share_keys(long rows, long vector, float beta, const float *weights,
         }
 }
 
-/* Queries of padding that are not finite count as zeros, so that 0 times NaN reaches no gradient: the tile as it is, or
+/* Queries of padding that are not finite, or so large that they would not be once they are scaled, count as zeros, so that 0 times NaN reaches no gradient: the tile as it is, or
    a copy of it in `spare` without them. `blanked` tells which rows those are. */
 static Rows without_odd_padding(const Job *job, const uint8_t *keep, long b, const int32_t *order, long first,
                                 long count, Rows queries, float *spare, uint8_t *blanked) {
@@ -137,7 +137,7 @@ static Rows without_odd_padding(const Job *job, const uint8_t *keep, long b, con
     if (!keep) return queries;
     long row = row_of(job->width), vector = padded(job->width);
     for (long r = 0; r < count; r++) {
-        if (keep[b * job->queries + token_at(order, first + r)] || !not_finite(queries.data + r * queries.row, vector))
+        if (keep[b * job->queries + token_at(order, first + r)] || !is_odd(queries.data + r * queries.row, vector))
             continue;
         if (queries.data != spare) {
             for (long i = 0; i < count; i++) memcpy(spare + i * row, queries.data + i * queries.row, vector * sizeof(float));

@@ -66,6 +66,16 @@ INLINE int not_finite(const float *row, long vector) {
     return !(total_of(shows) == 0.f);
 }
 
+/* Whether any of `vector` floats is NaN, infinite or larger than any sensible padding (`lln.masks.LARGEST_PADDING`). */
+#define ODD 1e15f
+INLINE int is_odd(const float *row, long vector) {
+    vi odd = (vi){0};
+    for (long i = 0; i < vector; i += LANES) odd |= ~((load(row + i) <= ODD) & (load(row + i) >= -ODD));
+    int any = 0;
+    for (int j = 0; j < LANES; j++) any |= odd[j];
+    return any;
+}
+
 /* exp(x) for x up to 88; 0 below -87, NaN for NaN. The relative error is 1e-7, and 2e-9 |x| where that is more: what is
    so far below the largest term weighs nothing. The polynomial is the best one for exp between -log(2)/2 and log(2)/2.
    */
