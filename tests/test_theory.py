@@ -1,5 +1,6 @@
 """The paper's statements with numbers: where they hold, by how much they fail, and what holds instead."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -292,6 +293,63 @@ def test_lambda_2_may_vanish_where_the_variance_does_not() -> None:
     assert check.claimed.item() == pytest.approx(4 / 3)
 
 
+# The identity of the decomposed form
+
+
+@pytest.mark.parametrize("centers", ["means", "any"])
+def test_scores_are_content_column_and_row(centers: str) -> None:
+    query, key = 1 + 2 * normal(3, 20, 16), normal(3, 31, 16, seed=1) - 4
+    given = {} if centers == "means" else {"query_center": 5 * normal(16, seed=2), "key_center": normal(3, 16, seed=3)}
+    check = theory.check_decomposition(query, key, **given)
+    assert check.holds.shape == (3,)
+    assert check.holds.all()
+    torch.testing.assert_close(check.claimed, check.measured, rtol=0.0, atol=1e-12)
+    np.testing.assert_allclose(check.measured, np.einsum("bid,bjd->bij", query, key) / 4, rtol=0, atol=1e-12)
+    m_q, m_k = (given or {"q": query.mean(-2), "k": key.mean(-2)}).values()
+    parts = theory.decompose_scores(query, key, m_q, m_k)
+    assert (parts.content.shape, parts.row.shape) == ((3, 20, 31), (3, 20, 1))
+    without_row = torch.softmax(parts.content + parts.column, dim=-1)
+    torch.testing.assert_close(without_row, torch.softmax(check.measured, dim=-1), rtol=1e-11, atol=0.0)
+
+
+def test_a_wrong_identity_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decompose = theory.decompose_scores
+    monkeypatch.setattr(
+        "lln._theorems.decompose_scores",
+        lambda *x: dataclasses.replace(decompose(*x), row=torch.zeros(20, 1, dtype=torch.float64)),
+    )
+    assert not theory.check_decomposition(normal(20, 8), normal(20, 8, seed=1) + 1).holds
+
+
+def test_only_the_decomposed_form_does_not_change_with_a_shift_of_all_keys() -> None:
+    query, key, shift = normal(2, 40, 16), normal(2, 50, 16, seed=1), 10 * normal(16, seed=2)
+    check = theory.check_key_shift(query, key, shift)
+    assert check.holds.tolist() == [True, True]
+    assert check.claimed.shape == (2, 40, 50)
+    torch.testing.assert_close(check.claimed, check.measured, rtol=0.0, atol=1e-12)
+    for form in ("paper", "unbiased"):
+        assert not theory.check_key_shift(query, key, shift, form=form).holds.any()
+        assert theory.check_key_shift(query, key, torch.full((16,), 3.0), form=form).holds.all()
+
+
+@pytest.mark.parametrize(("head_dim", "error"), [(16, 0.15), (64, 0.07)])
+def test_variance_of_the_unbiased_form_is_without_that_of_columns(head_dim: int, error: float) -> None:
+    query, key = normal(1024, head_dim), normal(1024, head_dim, seed=1)
+    for s2 in (0.1, 0.5):
+        a, b = (math.sqrt(s2 / 2) * x for x in (query, key))
+        paper, unbiased = (
+            torch.logsumexp(a[:, None] + x, dim=-1).log_softmax(dim=-1) for x in (b, torch.log_softmax(b, dim=-1))
+        )
+        claimed = theory.lln_log_variance(s2 / 2, s2 / 2, head_dim=head_dim, form="unbiased")
+        assert unbiased.var().item() == pytest.approx(claimed, rel=error)
+        assert claimed < 0.25 * theory.lln_log_variance(s2 / 2, s2 / 2, head_dim=head_dim)
+        shares = [x.mean(dim=0).var().item() / x.var().item() for x in (paper, unbiased)]
+        assert shares[0] > 0.7
+        assert shares[1] < 0.003
+    narrow = theory.lln_log_variance(1e-4, 1e-4, head_dim=head_dim, form="unbiased")
+    assert narrow == pytest.approx(1e-8 * (1 / head_dim - 1 / head_dim**2), rel=1e-3)
+
+
 # What is refused
 
 
@@ -318,6 +376,13 @@ def test_lambda_2_may_vanish_where_the_variance_does_not() -> None:
         (lambda: theory.check_equation_32(torch.zeros(4, 3), torch.zeros(4, 2)), "same number of features"),
         (lambda: theory.check_equation_32(torch.zeros(4), torch.zeros(4, 2)), r"query must be .* \(4,\)"),
         (lambda: theory.check_equation_32(torch.zeros(4, 2), torch.zeros(4, 2), alpha=-1.0), "alpha must be"),
+        (lambda: theory.check_decomposition(torch.zeros(4, 3), torch.zeros(4, 2)), "same number of features"),
+        (lambda: theory.check_decomposition(torch.zeros(4, 3), torch.zeros(4, 3), key_center=torch.zeros(2)),
+         r"key_center must be .* \(\.\.\., 3\)"),
+        (lambda: theory.check_key_shift(torch.zeros(4, 3), torch.full((4, 3), math.nan), torch.ones(3)), "key must be"),
+        (lambda: theory.check_key_shift(torch.zeros(4, 3), torch.zeros(4, 3), torch.ones(1)), "shift must be"),
+        (lambda: theory.check_key_shift(torch.zeros(4, 3), torch.zeros(4, 3), torch.ones(3), form="x"), "form must be"),  # type: ignore[arg-type]
+        (lambda: theory.lln_log_variance(1.0, 1.0, head_dim=8, form="x"), "form must be one of"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_by_name(call, message: str) -> None:

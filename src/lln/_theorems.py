@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lln import reference
+from lln.curves import Form
+
 # Rounding of float64 in sums over a few thousand terms; both sides of an identity must agree to this.
 RELATIVE, ABSOLUTE = 1e-8, 1e-12
 # Numbers held at a time by what would need N M d of them: 32 MB.
@@ -19,7 +22,10 @@ TRIPLES = 2**22
 
 @dataclass(frozen=True)
 class Check:
-    """A statement, what it claims, what was measured, and where it holds: one value for each row or matrix."""
+    """A statement, what it claims, what was measured, and where it holds: one value for each row or matrix.
+
+    Where whole matrices are compared, `claimed` and `measured` are these, and `holds` has one value for each of them.
+    """
 
     statement: str
     claimed: Tensor
@@ -43,6 +49,15 @@ class RatioCheck(Check):
     numerator: Tensor
     denominator: Tensor
     covariance: Tensor  # of ln numerator and ln denominator; claimed - 2 covariance = measured
+
+
+@dataclass(frozen=True)
+class ScoreParts:
+    """q_i . k_j / sqrt(d) as the sum of three parts that broadcast to (..., N, M); see `decompose_scores`."""
+
+    content: Tensor  # (..., N, M), (q_i - m_q) . (k_j - m_k) / sqrt(d)
+    column: Tensor  # (..., 1, M), m_q . k_j / sqrt(d): the same for every query
+    row: Tensor  # (..., N, 1), (q_i - m_q) . m_k / sqrt(d): the same for every key, so that softmax cancels it
 
 
 def check_lemma_a1(rows: Tensor, temperature: float) -> Check:
@@ -133,12 +148,8 @@ def check_equation_32(query: Tensor, key: Tensor, *, alpha: float = 1.0, beta: f
     Numerator and denominator share the query. Measured on Gaussian input with N = 1024 and d = 64, the sum is 2.3 times
     Var(ln P) at s² = 1, 1.7 times at 4 and 1.46 times at 20: the covariance is about the denominator's variance.
     """
-    for name, x in (("query", query), ("key", key)):
-        if x.dim() < 2 or not x.is_floating_point() or not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be a finite floating point tensor (..., tokens, features), got {_what(x)}")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must have the same number of features, got {_what(query)} and {_what(key)}")
-    a, b = positive("alpha", alpha) * query.double(), positive("beta", beta) * key.double()
+    query, key = _finite_tokens(query, key)
+    a, b = positive("alpha", alpha) * query, positive("beta", beta) * key
     # All triples of query, key and feature, where a product of exponentials would underflow; some rows at a time.
     parts = torch.split(a, max(1, TRIPLES // max(1, b.numel())), dim=-2)
     above = torch.cat([torch.logsumexp(part[..., :, None, :] + b[..., None, :, :], dim=-1) for part in parts], dim=-2)
@@ -154,6 +165,80 @@ def check_equation_32(query: Tensor, key: Tensor, *, alpha: float = 1.0, beta: f
         denominator=denominator,
         covariance=(claimed - measured) / 2,
     )
+
+
+def decompose_scores(query: Tensor, key: Tensor, query_center: Tensor, key_center: Tensor) -> ScoreParts:
+    """The scores of query (..., N, d) and key (..., M, d) around any two centres (..., d):
+
+        q_i . k_j = (q_i - m_q) . (k_j - m_k) + m_q . k_j + (q_i - m_q) . m_k
+
+    Only the content depends on both i and j: `form="decomposed"` approximates that and has the column exactly.
+    """
+    query, key = _finite_tokens(query, key)
+    m_q, m_k = (
+        _center(name, x, tokens)
+        for name, x, tokens in (("query_center", query_center, query), ("key_center", key_center, key))
+    )
+    dq, dk, scale = query - m_q, key - m_k, math.sqrt(query.shape[-1])
+    return ScoreParts(dq @ dk.mT / scale, m_q @ key.mT / scale, dq @ m_k.mT / scale)
+
+
+@torch.no_grad()
+def check_decomposition(
+    query: Tensor, key: Tensor, *, query_center: Tensor | None = None, key_center: Tensor | None = None
+) -> Check:
+    """The three parts of `decompose_scores` sum up to q_i . k_j / sqrt(d), for any centres; by default the means.
+
+    Measured in float64: to rounding, also around centres that are far from the means.
+    """
+    query, key = _finite_tokens(query, key)
+    m_q = query.mean(dim=-2) if query_center is None else query_center
+    m_k = key.mean(dim=-2) if key_center is None else key_center
+    parts = decompose_scores(query, key, m_q, m_k)
+    claimed = parts.content + parts.column + parts.row
+    measured = query @ key.mT / math.sqrt(query.shape[-1])
+    size = max(part.abs().max().item() for part in (parts.content, parts.column, parts.row))
+    holds = _close(claimed, measured, size).all(dim=-1).all(dim=-1)
+    return Check("q . k = (q - m_q) . (k - m_k) + m_q . k + (q - m_q) . m_k", claimed, measured, holds)
+
+
+@torch.no_grad()
+def check_key_shift(query: Tensor, key: Tensor, shift: Tensor, *, form: Form = "decomposed") -> Check:
+    """A vector added to all keys changes nothing, as in softmax attention, where it adds q_i . shift to a whole row.
+
+    Compared are the matched matrices of `lln.reference` for query (..., N, d), key (..., M, d) and shift (d,) or
+    (..., d). It holds for `form="decomposed"`: the centres move with the keys, and the column weight m_q . shift is the
+    same for all keys. In the other forms it holds for a shift by the same number in all features only.
+    """
+    query, key = _finite_tokens(query, key)
+    moved = key + _center("shift", shift, key)
+
+    def matrix(keys: Tensor) -> Tensor:
+        inputs = (x.reshape(-1, 1, *x.shape[-2:]) for x in (query, keys))
+        return reference.attention_matrix(*inputs, form=form).reshape(*query.shape[:-1], keys.shape[-2])
+
+    claimed, measured = matrix(key), matrix(moved)
+    size = 1 + moved.abs().max().item()  # k + shift is rounded, and with it the weights
+    holds = ((claimed - measured).abs() <= ABSOLUTE * size).all(dim=-1).all(dim=-1)
+    return Check("P(q, k + shift) = P(q, k)", claimed, measured, holds)
+
+
+def _finite_tokens(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Query (..., N, d) and key (..., M, d) in float64."""
+    for name, x in (("query", query), ("key", key)):
+        if x.dim() < 2 or not x.is_floating_point() or not bool(x.isfinite().all()):
+            raise ValueError(f"{name} must be a finite floating point tensor (..., tokens, features), got {_what(x)}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same number of features, got {_what(query)} and {_what(key)}")
+    return query.double(), key.double()
+
+
+def _center(name: str, center: Tensor, tokens: Tensor) -> Tensor:
+    """A vector (..., d) for tokens (..., N, d) as (..., 1, d) in float64."""
+    features = tokens.shape[-1]
+    if not isinstance(center, Tensor) or not center.is_floating_point() or center.shape[-1:] != (features,):
+        raise ValueError(f"{name} must be a floating point tensor (..., {features}), got {_what(center)}")
+    return center.double()[..., None, :]
 
 
 def _softmax(rows: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

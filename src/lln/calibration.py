@@ -227,7 +227,7 @@ def matching_errors(on_step: Callable[[], None] = lambda: None) -> list[dict[str
 def matched_probabilities(query: Tensor, key: Tensor, *, matching: Matching, form: Form) -> Tensor:
     """The LLN attention matrix (B, H, N, M) of query (B, H, N, D) and key (B, H, M, D) after matching."""
     alpha, beta = reference.match_moments(query, key, matching=matching, form=form)
-    centers = reference.read_centers(query, key, form=form)
+    centers = reference.centers_of(query, key, form=form)
     return two_softmax(*reference.features(query, key, alpha[..., None, None], beta[..., None, None], form, centers))
 
 

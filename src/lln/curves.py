@@ -63,8 +63,8 @@ def matched_spread(
     `form="decomposed"` the variance is that of the content, dq . dk / sqrt(D).
 
     A row of the unbiased form has an entropy of at least about ln(N/D) nats, whatever the spread. Where that of softmax
-    is so low that `entropy` matching comes near this limit (1024 keys: beyond v = 2.6 for D = 8, 5 for D = 64), it stops
-    and s² is proportional to v from there on; see `lln.calibration.REACH`.
+    is so low that `entropy` matching comes near this limit (1024 keys: beyond v = 2.6 for D = 8 and 5 for D = 64), it
+    stops, and s² is proportional to v from there on; see `lln.calibration.REACH`.
 
     Raises:
         ValueError: matching or form is not one of `MATCHINGS` and `FORMS`.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,11 +22,7 @@ from lln.functional import KINDS, Kind
 from lln.masks import kept_tokens, read_paddings
 from lln.moments import SCOPES, Scope, check_causal_options
 from lln.precision import accumulator
-from lln.problem import read_scale
-
-Near = Literal["blocks", "window"]
-NEARS: tuple[Near, ...] = get_args(Near)
-Centers = tuple[Tensor, Tensor]
+from lln.problem import NEARS, Centers, Near, read_centers, read_scale
 
 Attention = TypeVar("Attention", bound=Callable[..., Tensor])
 
@@ -106,7 +102,7 @@ def lln_attention(
     matched = match_moments(
         query, key, matching=matching, scope=scope, is_causal=is_causal, form=form, centers=centers, **paddings
     )
-    means = read_centers(query, key, form=form, centers=centers, is_causal=is_causal, **paddings)
+    means = centers_of(query, key, form=form, centers=centers, is_causal=is_causal, **paddings)
     scale_q = _broadcast_scale("alpha", alpha, matched[0], query, heads=query.shape[1]).to(query.dtype)
     scale_k = _broadcast_scale("beta", beta, matched[1], key, heads=query.shape[1]).to(key.dtype)
     a, b = features(query, key, scale_q, scale_k, form, means)
@@ -213,7 +209,7 @@ def match_moments(
     check_causal_options(is_causal, scope, query_padding_mask)
     keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
     query, key = (x.detach().to(accumulator(x.dtype)) for x in (query, key))
-    means = read_centers(
+    means = centers_of(
         query,
         key,
         form=form,
@@ -266,7 +262,7 @@ def match_moments(
 def features(
     query: Tensor, key: Tensor, alpha: Tensor, beta: Tensor, form: Form, centers: Centers | None
 ) -> tuple[Tensor, Tensor]:
-    """a (B, H, N, D) and b (B, H, M, D) of the kernel exp(a_i) . exp(b_j); centres as `read_centers` returns them:
+    """a (B, H, N, D) and b (B, H, M, D) of the kernel exp(a_i) . exp(b_j); centres as `centers_of` returns them:
 
         paper       a_il = alpha q_il     b_jl = beta k_jl
         unbiased    a_il = alpha q_il     b_jl = beta k_jl - logsumexp_l(beta k_jl)
@@ -287,7 +283,7 @@ def features(
     return (query - m_q) * alpha, torch.log_softmax((key - m_k) * beta, dim=-1) + column
 
 
-def read_centers(
+def centers_of(
     query: Tensor,
     key: Tensor,
     *,
@@ -304,37 +300,15 @@ def read_centers(
         ValueError: they have another shape, belong to another form, or are missing for causal attention.
     """
     check_choice("form", form, FORMS)
+    given = read_centers(centers, query, key, form=form, is_causal=is_causal)
     if form != "decomposed":
-        if centers is not None:
-            raise ValueError(f'centers belong to form="decomposed", not to form={form!r}; leave them out')
         return None
-    if centers is None:
-        if is_causal:
-            raise ValueError(
-                'form="decomposed" with is_causal=True cannot use means of the sample, which depend on later tokens; '
-                'give centers=, or statistics="running" in a module'
-            )
-        paddings = read_paddings(query, key, key_padding_mask, query_padding_mask)
-        return _mean(query, paddings[0]), _heads(_mean(key, paddings[1]), query)
-    if not isinstance(centers, tuple) or len(centers) != 2:
-        raise TypeError(f"centers must be a tuple of two tensors, (m_q, m_k), got {type(centers).__name__}")
-    return _read_center("m_q", centers[0], query), _heads(_read_center("m_k", centers[1], key), query)
-
-
-def _read_center(name: str, center: Tensor, like: Tensor) -> Tensor:
-    """A centre (heads, D) or (B, heads, D) as (B or 1, heads, 1, D), in the dtype of the tokens."""
-    if not isinstance(center, Tensor) or not center.is_floating_point():
-        what = center.dtype if isinstance(center, Tensor) else type(center).__name__
-        raise TypeError(f"{name} of centers must be a floating point tensor, got {what}")
-    batch, heads, _, head_dim = like.shape
-    if center.shape not in ((heads, head_dim), (batch, heads, head_dim)):
-        raise ValueError(
-            f"{name} of centers must have shape ({heads}, {head_dim}) or ({batch}, {heads}, {head_dim}), "
-            f"got {tuple(center.shape)}"
-        )
-    if center.device != like.device:
-        raise ValueError(f"{name} of centers is on {center.device} but the tokens are on {like.device}; move it there")
-    return center.to(like.dtype).reshape(-1, heads, 1, head_dim)
+    if given is not None:
+        m_q, m_k = (x[:, :, None].to(query.dtype) for x in given)
+    else:
+        keep_query, keep_key = read_paddings(query, key, key_padding_mask, query_padding_mask)
+        m_q, m_k = _mean(query, keep_query), _mean(key, keep_key)
+    return m_q, _heads(m_k, query)
 
 
 def _mean(x: Tensor, keep: Tensor | None) -> Tensor:
