@@ -14,7 +14,40 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# DeepSeek's: heads whose values have fewer features than their keys.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FULL = {"num_key_value_heads": 2, "head_dim": 8, "layer_types": ["full_attention", "full_attention"]}
 EXTRA = {
+    "deepseek_v2": LATENT | EXPERTS | {"n_routed_experts": 4},
+    "deepseek_v3": LATENT | EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "qwen2_moe": EXPERTS | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 16},
+    "gemma3_text": FULL,
+    "modernbert": {"layer_types": ["full_attention", "full_attention"]},
+    "markuplm": {"xpath_unit_hidden_size": 8, "max_depth": 4},
+    "beit": {"image_size": 20, "patch_size": 5},
+    "pixtral": {"image_size": 20, "patch_size": 5},
+    "nllb-moe": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "num_experts": 4,
+        "encoder_sparse_step": 4,
+        "decoder_sparse_step": 4,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+    },
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
     "llama": {"num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},

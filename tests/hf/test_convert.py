@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import lln.hf
 from lln import reference, zoo
@@ -145,10 +146,27 @@ def test_gradient_checkpointing(family, make, batch):
         torch.testing.assert_close(checkpointed, plain)
 
 
-def test_compiled(make, batch):
-    model, inputs = lln.hf.convert(make("llama", num_hidden_layers=1), "lln_diag", block_size=8), batch()
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(run(compiled, inputs, use_cache=False), run(model, inputs, use_cache=False))
+@pytest.mark.parametrize(("family", "dtype"), [("bert", torch.int64), ("llama", torch.float32)])
+def test_compiled(family, dtype, make, batch):
+    """One graph for all lengths, forward and backward, with masks of ones and zeros of any dtype."""
+    model = lln.hf.convert(make(family, num_hidden_layers=1), "lln_diag", block_size=8)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for tokens in (23, 31):
+        inputs = batch(tokens=tokens)
+        inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+        results = []
+        for either in (compiled, model):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            output = either(**inputs)[0][inputs["attention_mask"].bool()]
+            output.square().sum().backward()
+            results.append([output.detach(), *(parameter.grad for parameter in model.parameters())])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+        graphs.append(counter.frame_count)
+    assert graphs[1] == graphs[0]
 
 
 @pytest.mark.parametrize("family", ["roberta", "llama"])
@@ -186,22 +204,6 @@ def test_attention_to_an_encoder_stays_as_it_is(make, batch):
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "reason"),
-    [
-        ("mpnet", {}, "past the attention interface of transformers in MPNetSelfAttention"),
-        ("mistral", {"sliding_window": 8}, "sliding window of 8 tokens.*sliding_window=None"),
-        ("gemma2", {}, "layers of types"),
-        ("t5", {}, "bias for relative positions"),
-    ],
-)
-def test_models_that_are_refused(family, settings, reason, make):
-    model = make(family, **settings)
-    with pytest.raises(ValueError, match=reason):
-        lln.hf.convert(model)
-    assert not any(isinstance(module, zoo.Mechanism) for module in model.modules())
-
-
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_windows_are_refused_by_name_too(family, make, batch):
     model = make(family, **({"sliding_window": 8} if family == "mistral" else {}))
@@ -227,6 +229,47 @@ def test_options_that_are_refused(error, reason, attention, options, make):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_mask_that_is_the_same_for_all_queries(make, batch):
+    model, inputs = lln.hf.convert(make("bert")), batch()
+    keep, expected = inputs["attention_mask"].bool(), run(model, inputs)
+    for mask in (keep, torch.zeros(keep.shape).masked_fill(~keep, -1e4), (1.0 - keep.float()) * torch.finfo().min):
+        assert torch.equal(run(model, inputs | {"attention_mask": mask[:, None, None, :]}), expected)
+    with pytest.raises(ValueError, match="must be 0 or hide a key"):
+        run(model, inputs | {"attention_mask": torch.linspace(-1, 0, 23).expand(3, 1, 1, 23)})
+    with pytest.raises(ValueError, match=r"got \(3, 1, 1, 23\): a mask for each pair"):  # which would not be causal
+        run(lln.hf.convert(make("llama")), inputs | {"attention_mask": keep[:, None, None, :]}, use_cache=False)
+
+
+def test_a_decoder_can_be_bidirectional(make, batch):
+    model, inputs = make("llama"), batch()
+    expected = run(model, inputs, is_causal=False, use_cache=False)
+    assert not torch.allclose(expected, run(model, inputs))
+    lln.hf.convert(model, "block_diagonal", block_size=64)
+    output = run(model, inputs, is_causal=False, use_cache=False)
+    torch.testing.assert_close(kept(output, inputs), kept(expected, inputs), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="is_causal=False needs use_cache=False"):
+        lln.hf.convert(model, "lln")(**inputs, is_causal=False)
+    with pytest.raises(ValueError, match="is_causal=True is not for BertSelfAttention, which is not causal"):
+        lln.hf.convert(make("bert"))(inputs["input_ids"], is_causal=True)
+
+
+def test_masks_of_another_length_are_refused(make, batch):
+    """Also masks of ones, which say nothing about padding."""
+    ids = batch()["input_ids"]
+    for family, options in (("bert", {}), ("llama", {"use_cache": False})):
+        model = lln.hf.convert(make(family))
+        for tokens in (20, 30):
+            with pytest.raises(ValueError, match=rf"for all 23 tokens, got \(3, {tokens}\)"):
+                model(ids, attention_mask=torch.ones(3, tokens), **options)
+
+
+def test_by_name_needs_a_module_that_says_whether_it_is_causal(make, batch):
+    model = make("splinter")
+    model.set_attn_implementation("lln")
+    with pytest.raises(ValueError, match=r"SplinterSelfAttention does not say whether it is causal.*lln\.hf\.convert"):
+        model(**batch())
+
+
 def test_inputs_that_are_refused(make, batch):
     encoder, decoder, inputs = lln.hf.convert(make("roberta")), lln.hf.convert(make("llama")), batch()
     pairs = torch.ones(3, 1, 23, 23)
@@ -235,9 +278,12 @@ def test_inputs_that_are_refused(make, batch):
             model(**inputs, output_attentions=True)
         with pytest.raises(ValueError, match=r"got \(3, 1, 23, 23\): a mask for each pair"):
             model(inputs["input_ids"], attention_mask=pairs)
-    packed = torch.arange(23).remainder(10)[None]
-    with pytest.raises(ValueError, match="packed sequences"):
-        decoder(inputs["input_ids"], position_ids=packed, use_cache=False)
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        lln.hf.convert(make("llama", "ModelForCausalLM")).model(**inputs, output_attentions=True)
+    packed = {"position_ids": torch.arange(23).remainder(10)[None]}
+    for given in (packed, {"seq_idx": torch.zeros(3, 23)}, {"cu_seq_lens_q": torch.tensor([0, 10, 23])}):
+        with pytest.raises(ValueError, match="packed sequences"):
+            decoder(inputs["input_ids"], use_cache=False, **given)
     encoder.set_attn_implementation("lln")
     with pytest.raises(ValueError, match="converted to lln_diag and then set to 'lln'"):
         encoder(**inputs)

@@ -106,6 +106,35 @@ def test_cache_operations(make):
         repeated.crop(-2)
 
 
+def test_a_cache_made_in_training(make):
+    """There the first sequence runs without a state, which is made of it when something continues."""
+    ids = torch.randint(3, 90, (2, 9))
+    model = lln.hf.convert(make("llama", "ModelForCausalLM"), block_size=4)
+    with torch.no_grad():
+        expected = model(torch.cat((ids, ids[:, :2]), 1), use_cache=False).logits[:, -2:]
+    for change in (
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    ):
+        output = model(ids)
+        assert all(layer.state is None for layer in output.past_key_values.layers)
+        change(output.past_key_values)
+        samples = [0, 0, 1, 1] if output.past_key_values.layers[0].first[0].shape[0] == 4 else [1, 0]
+        continued = model(ids[samples, :2], past_key_values=output.past_key_values)
+        torch.testing.assert_close(continued.logits, expected[samples], rtol=1e-4, atol=1e-4)
+
+
+def test_running_statistics_are_kept_in_training(make, batch):
+    model = lln.hf.convert(make("llama", "ModelForCausalLM"), "lln", statistics="running")
+    mechanism = model.model.layers[0].self_attn.mechanism
+    assert mechanism.num_batches_tracked == 0  # not by the first run in convert either
+    model.train()(**batch())
+    assert mechanism.num_batches_tracked == 1
+    model.eval()
+    inputs = batch("left", tokens=13)
+    assert torch.equal(generate(model, inputs), generate(model, inputs, use_cache=False))
+
+
 def test_what_cannot_be_generated(make, batch):
     model, inputs = lln.hf.convert(make("llama", "ModelForCausalLM")), batch("left")
     with pytest.raises(ValueError, match="leave cache_implementation out"):
@@ -113,8 +142,9 @@ def test_what_cannot_be_generated(make, batch):
     with pytest.raises(ValueError, match="stateful models"):
         generate(model, inputs, prompt_lookup_num_tokens=2)
     cache = model(**inputs).past_key_values
-    with pytest.raises(ValueError, match="for all tokens so far, 24 with the new ones"):
-        model(inputs["input_ids"][:, :1], attention_mask=torch.zeros(3, 1), past_key_values=cache)
+    for mask in (torch.zeros(3, 1), torch.ones(3, 1)):
+        with pytest.raises(ValueError, match="for all tokens so far, 24 with the new ones"):
+            model(inputs["input_ids"][:, :1], attention_mask=mask, past_key_values=cache)
     lln.hf.convert(model, "elu")
     with pytest.raises(ValueError, match=r"keeps no state.* use_cache=False"):
         generate(model, inputs)

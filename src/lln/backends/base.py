@@ -35,10 +35,10 @@ class Backend(ABC):
         branch = self.near if not problem.far else self.far if problem.near is None else self.average
         return branch(problem).to(problem.query.dtype)
 
-    @abstractmethod
     def why_not_advance(self, recurrence: Recurrence) -> str | None:
         """Why this backend cannot compute the next tokens of a state; None if it can."""
+        return "it has no states"
 
-    @abstractmethod
     def advance(self, recurrence: Recurrence) -> Advance:
         """The outputs of the next tokens of a state, and its memory after them."""
+        raise NotImplementedError

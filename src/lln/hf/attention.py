@@ -6,8 +6,8 @@ model that was given "lln" or "lln_diag" by name alone has none and runs the fun
 Shapes: B batch, H heads, H_k key heads, N queries, M keys, D features, V value width.
 """
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,28 +19,39 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from lln import zoo
-from lln.checks import known
+from lln.checks import check_values, known
 from lln.functional import lln_attention, lln_diag_attention
 from lln.hf.cache import StateLayer, state_layer
 
 BY_NAME: dict[str, Callable[..., Tensor]] = {"lln": lln_attention, "lln_diag": lln_diag_attention}
 # The name under which every other mechanism runs: transformers takes some names, such as "flash", for its own.
 ZOO = "lln_zoo"
+# What is added to a score to hide its key; models write -10000 or the lowest number of the dtype, and exp of it is 0.
+HIDDEN = -1e4
 
-# What models hand to their attention function that changes scores or hides keys, and what it is.
+# What models hand to their attention function: arguments that it knows, and others that change scores or hide keys. The
+# latter are None or False where they are not used.
+KNOWN = {
+    *("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "output_attentions"),
+    *("position_ids", "deterministic", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
 UNSUPPORTED = {
     "softcap": "a cap on scores",
     "position_bias": "a bias for positions",
     "s_aux": "attention sinks",
     "sliding_window": "a sliding window",
+    "indices": "a choice of keys for each query",
+    "block_indices": "a choice of keys for each query",
     "cu_seq_lens_q": "packed sequences",
     "cu_seq_lens_k": "packed sequences",
+    "seq_idx": "packed sequences",
     "output_attentions": "output_attentions=True",
 }
 REMEDIES = {
     "sliding_window": "set config.sliding_window = None if inputs are shorter than the window",
     "cu_seq_lens_q": "pad the sequences instead",
     "cu_seq_lens_k": "pad the sequences instead",
+    "seq_idx": "pad the sequences instead",
     "output_attentions": (
         "there is no matrix of weights: look at the heads with lln.instruments.Recorder or `lln inspect`, or make one "
         "with lln.attention_matrix"
@@ -60,17 +71,29 @@ def implementation(attention: str) -> str:
     return attention if attention in BY_NAME else ZOO
 
 
+@dataclass(frozen=True)
+class RefusedMask:
+    """A mask that cannot be honoured. Models also make masks that none of their layers uses, so it is refused there."""
+
+    reason: str
+
+
 def hand_over_padding(
-    *, attention_mask: Tensor | None = None, mask_function: Any = causal_mask_function, **rest: Any
-) -> Tensor | None:
+    *,
+    attention_mask: Tensor | None = None,
+    mask_function: Any = causal_mask_function,
+    q_length: int,
+    q_offset: int | Tensor = 0,
+    **rest: Any,
+) -> Tensor | RefusedMask | None:
     """A mask function of transformers: which of the tokens so far are real, (B, M) bool, or None if all are."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         if torch.compiler.is_compiling() and attention_mask is None:
-            raise ValueError(
+            return RefusedMask(
                 "while a model is compiled, transformers cannot tell whether position_ids pack several sequences, "
                 "which this attention cannot honour; pass attention_mask, of ones if there is no padding"
             )
-        raise ValueError(
+        return RefusedMask(
             "this attention sees all tokens that are not padding, or those of them up to its own. The model asks for "
             "another mask: a sliding window, chunks, packed sequences (position_ids that start again) or bidirectional "
             "parts of a causal sequence. Pad sequences instead of packing them, and pass their attention_mask, (batch, "
@@ -78,8 +101,11 @@ def hand_over_padding(
         )
     if attention_mask is None:
         return None
-    everything = attention_mask.all()
-    return None if known(everything) and bool(everything) else attention_mask.bool()
+    keep = attention_mask.bool()
+    if keep.dim() != 2 or keep.shape[1] != q_length + q_offset:  # refused by `attend`, unless it is for other keys
+        return keep
+    everything = keep.all()
+    return None if known(everything) and bool(everything) else keep
 
 
 def attend(
@@ -88,23 +114,28 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | RefusedMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: (B, H, N, D), (B, H_k, M, D), (B, H_k, M, V) to (B, N, H, V)."""
-    _refuse(rest, attention_mask)
+    if isinstance(attention_mask, RefusedMask):
+        raise ValueError(attention_mask.reason)
+    _refuse(rest)
     if getattr(module, "attends_elsewhere", False):  # the attention of a decoder to its encoder is left alone
-        pairs = None if attention_mask is None else attention_mask[:, None, None, :]
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = attention_mask[:, None, None, :]
         output, _ = sdpa_attention_forward(
-            module, query, key, value, pairs, dropout=dropout, scaling=scaling, is_causal=False
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=False
         )
         return output, None
     mechanism = _mechanism(name, module)
-    factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[3])
-    if not math.isclose(factor, 1.0):  # mechanisms scale scores by 1 / sqrt(D) themselves
+    causal = _is_causal(module, is_causal, attention_mask, query)
+    keep = _read_mask(attention_mask, query, causal)
+    factor = 1.0 if scaling is None else scaling * query.shape[3] ** 0.5
+    if abs(factor - 1.0) > 1e-9:  # mechanisms scale scores by 1 / sqrt(D) themselves
         query = query * factor
     if dropout > 0.0:  # there are no weights to drop, so value rows are dropped, for all queries of a head alike
         value = value * drop(value.new_ones(*value.shape[:3], 1), dropout)
@@ -112,12 +143,13 @@ def attend(
     layer: StateLayer | None = getattr(module, "lent_state", None)
     if layer is not None:
         module.lent_state = None  # a copy of the model must not hold what it once generated
-        output = layer.attend(module.mechanism, query, key, value, attention_mask)
+        if not causal:
+            raise ValueError("a state goes from token to token, so is_causal=False needs use_cache=False")
+        output = layer.attend(module.mechanism, query, key, value, keep)
     else:
-        causal = sees_only_the_past(module) if is_causal is None else is_causal
-        _check_lengths(name, module, query, key, causal)
+        _check_lengths(name, module, query, key, keep, causal)
         attention = BY_NAME[name] if mechanism is None else mechanism
-        output = attention(query, key, value, key_padding_mask=attention_mask, is_causal=causal)
+        output = attention(query, key, value, key_padding_mask=keep, is_causal=causal)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -127,28 +159,58 @@ def lend_state(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     module.lent_state = None if cache is None else state_layer(cache, module.layer_idx)
 
 
-def refuse_weights(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_weights(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook on converted models, because not all of them tell their attention function about output_attentions."""
-    _refuse({"output_attentions": kwargs.get("output_attentions")}, None)
+    asked = kwargs.get("output_attentions")
+    _refuse({"output_attentions": model.config.output_attentions if asked is None else asked})
 
 
-def sees_only_the_past(module: nn.Module) -> bool:
-    """Whether the tokens of an attention module see only those before them."""
-    decoder = getattr(getattr(module, "config", None), "is_causal", True)  # can make a decoder bidirectional
-    return bool(decoder and getattr(module, "is_causal", True))
+def _is_causal(module: nn.Module, given: bool | None, attention_mask: Any, query: Tensor) -> bool:
+    """Whether tokens see only those before them, as `lln.hf.convert` found, or else as the module says.
+
+    As in transformers, `is_causal=` of a call counts where there is no mask; some modules pass False beside a mask.
+    """
+    decided = getattr(module, "sees_only_the_past", getattr(module, "is_causal", given))
+    if decided is None:
+        raise ValueError(
+            f"{type(module).__name__} does not say whether it is causal; convert the model with lln.hf.convert"
+        )
+    if getattr(getattr(module, "config", None), "is_causal", None) is False:  # makes a decoder bidirectional
+        decided = False
+    if given is not None and given != decided and attention_mask is None and query.shape[2] > 1:
+        raise ValueError(
+            f"is_causal={given} is not for {type(module).__name__}, which is {'' if decided else 'not '}causal; leave "
+            "it out"
+        )
+    return bool(decided)
 
 
-def _refuse(rest: dict[str, Any], attention_mask: Any) -> None:
+def _refuse(rest: dict[str, Any]) -> None:
     for name, what in UNSUPPORTED.items():
         if rest.get(name) is not None and rest[name] is not False:
             remedy = REMEDIES.get(name, 'go back with lln.hf.convert(model, "softmax")')
             raise ValueError(f"this attention cannot honour {what}; {remedy}")
-    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
+
+
+def _read_mask(attention_mask: Any, query: Tensor, causal: bool) -> Tensor | None:
+    """Which keys are real, (B, M), from such a mask or from one that is the same for all queries, (B, 1, 1, M)."""
+    if attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2):
+        return attention_mask
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape[1:-1] != (1, 1) or causal:
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
             f"attention_mask must say which tokens are real, (batch, tokens), got {shape}: a mask for each pair of "
             "tokens cannot be honoured in linear time"
         )
+    mask = attention_mask[:, 0, 0].expand(query.shape[0], -1)
+    if mask.dtype is torch.bool:
+        return mask
+    keep = mask == 0
+    check_values(
+        keep | (mask <= HIDDEN),
+        "an attention_mask that is added to scores must be 0 or hide a key; biases cannot be honoured",
+    )
+    return keep
 
 
 def _mechanism(name: str, module: nn.Module) -> zoo.Mechanism | None:
@@ -175,10 +237,15 @@ def _mechanism(name: str, module: nn.Module) -> zoo.Mechanism | None:
     return None
 
 
-def _check_lengths(name: str, module: nn.Module, query: Tensor, key: Tensor, causal: bool) -> None:
+def _check_lengths(name: str, module: nn.Module, query: Tensor, key: Tensor, keep: Tensor | None, causal: bool) -> None:
+    if keep is not None and keep.shape[1] != key.shape[2]:
+        raise ValueError(
+            f"attention_mask must be for all {key.shape[2]} tokens, got {tuple(keep.shape)}; with a cache it includes "
+            "the tokens in it"
+        )
     if query.shape[2] == key.shape[2]:
         return
-    if causal and name in BY_NAME:
+    if causal and not hasattr(module, "mechanism"):
         raise ValueError(
             f"{name} given by name has no state for generating; call lln.hf.convert(model, {name!r}), which has one of "
             "constant size, or generate with use_cache=False"

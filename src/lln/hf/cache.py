@@ -1,10 +1,10 @@
 """Generation with a cache that does not grow: an `LLNState` in place of each layer's keys and values.
 
 `generate()` makes a DynamicCache and gives it to the model, which gives it to every attention module. A hook on the
-module (`lln.hf.attention.before_forward`) puts a `StateLayer` in place of the cache's empty layer.
+module (`lln.hf.attention.lend_state`) puts a `StateLayer` in place of the cache's empty layer.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Encod
 
 from lln.state import LLNState
 from lln.zoo import Mechanism
-from lln.zoo.core import LLN, LLNDiag
 
 
 def has_state(mechanism: Mechanism) -> bool:
     """Whether a mechanism can be continued from a state of constant size."""
-    return isinstance(mechanism, LLN)
+    heads, width = mechanism.num_heads, mechanism.head_dim
+    shape: dict[str, Any] = {"key_heads": heads, "value_dim": width}
+    return mechanism.init_state(1, **shape, dtype=torch.float32, device=torch.device("meta")) is not None
 
 
 class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -29,6 +30,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.length = 0
         self.state: LLNState | None = None
+        # A first sequence, (query, key, value, kept tokens), of which no state has been made yet.
+        self.first: tuple[Tensor | None, ...] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -44,15 +47,36 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> Tensor:
         """The outputs of the new tokens, which are remembered; `attention_mask` is for all tokens so far."""
         if attention_mask is not None and attention_mask.shape[1] != self.length:
+            tokens = self.length
+            self.length -= query.shape[2]  # as before the call, which can be repeated with another mask
             raise ValueError(
-                f"attention_mask must be for all tokens so far, {self.length} with the new ones, got "
+                f"attention_mask must be for all tokens so far, {tokens} with the new ones, got "
                 f"{tuple(attention_mask.shape)}"
             )
-        if self.state is None:
-            self.state = _empty_state(cast(LLN, mechanism), query, key, value)
         keep = None if attention_mask is None else attention_mask[:, -query.shape[2] :]
+        begins = self.state is None and self.first is None
+        if begins and (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            # Models make a cache in training too, where nothing continues from it: a state is made when something does.
+            self.first = query, key, value, keep
+            output: Tensor = mechanism(query, key, value, key_padding_mask=keep, is_causal=True)
+            return output
+        if self.first is not None:
+            tokens, self.first = self.first, None
+            self._continue(mechanism, *tokens)
+        return self._continue(mechanism, query, key, value, keep)
+
+    def _continue(self, mechanism: Mechanism, query: Any, key: Any, value: Any, keep: Tensor | None) -> Tensor:
+        if self.state is None:
+            self.state = mechanism.init_state(
+                query.shape[0],
+                key_heads=key.shape[1],
+                value_dim=value.shape[3],
+                dtype=query.dtype,
+                device=query.device,
+            )
+            assert self.state is not None
         far, near, self.state = self.state.branches(query, key, value, key_padding_mask=keep)
-        output = mechanism.join(far, near) if isinstance(mechanism, LLNDiag) and near is not None else far
+        output = far if near is None else mechanism.join(far, near)
         return output.to(query.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -65,7 +89,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def reset(self) -> None:
-        self.state, self.length, self.is_initialized = None, 0, False
+        self.state, self.first, self.length, self.is_initialized = None, None, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -73,11 +97,13 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.reorder(indices.to(self.state.mass.device))
+        if self.first is not None:
+            self.first = tuple(None if x is None else x.index_select(0, indices.to(x.device)) for x in self.first)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            samples = torch.arange(len(self.state.mass), device=self.state.mass.device)
-            self.state = self.state.reorder(samples.repeat_interleave(repeats))
+        batch = self.first[0] if self.first is not None else None if self.state is None else self.state.mass
+        if batch is not None:
+            self.batch_select_indices(torch.arange(len(batch)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
@@ -102,19 +128,3 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
         )
     cache.layers[index] = state = StateLayer()
     return state
-
-
-def _empty_state(mechanism: LLN, query: Tensor, key: Tensor, value: Tensor) -> LLNState:
-    return LLNState.empty(
-        query.shape[0],
-        query.shape[1],
-        query.shape[3],
-        value.shape[3],
-        key_heads=key.shape[1],
-        block_size=mechanism.block_size if isinstance(mechanism, LLNDiag) else None,
-        alpha=mechanism.alpha,
-        beta=mechanism.beta,
-        matching=mechanism.matching,
-        dtype=query.dtype,
-        device=query.device,
-    )

@@ -1,11 +1,10 @@
 """`lln.hf.convert`: finds the attention modules of a transformers model and gives each its mechanism."""
 
+import ast
 import inspect
 import math
 import re
 import warnings
-from contextlib import suppress
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -13,15 +12,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lln import zoo
-from lln.hf.attention import implementation, lend_state, refuse_weights, sees_only_the_past
+from lln.hf import source
+from lln.hf.attention import KNOWN, UNSUPPORTED, implementation, lend_state, refuse_weights
 from lln.hf.cache import has_state
 
 # Attention of transformers itself: "softmax" stands for the one that a model has by default.
 PLAIN = ("softmax", "sdpa", "eager")
 CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
-INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface("
+COMPUTED = re.compile(r"softmax\(|scaled_dot_product_attention\(")
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-HEAD_DIMS = ("head_dim", "attention_head_size", "head_size")
+HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -52,20 +52,21 @@ def convert(model: Model, attention: str = "lln_diag", *, max_len: int | None = 
     record = zoo.describe(attention)
     _check_model(model, modules)
     elsewhere = {name for name, module in modules.items() if _attends_elsewhere(name, module)}
-    mechanisms = {}
+    mechanisms, causal = {}, {}
     for name in [name for name in modules if name not in elsewhere]:
-        _check_module(name, modules[name], record)
-        mechanisms[name] = _build(model, modules[name], attention, max_len, options)
+        causal[name] = _decide(model, name, modules[name], record)
+        mechanisms[name] = _build(model, modules[name], attention, causal[name], max_len, options)
     _clean(model, modules)
     for name, module in modules.items():
         module.attends_elsewhere = name in elsewhere
         if name in elsewhere:
             continue
-        module.mechanism = mechanisms[name]
-        if has_state(mechanisms[name]) and sees_only_the_past(module):
+        module.mechanism, module.sees_only_the_past = mechanisms[name], causal[name]
+        if has_state(mechanisms[name]) and causal[name]:
             module.register_forward_pre_hook(lend_state, with_kwargs=True)
             model._is_stateful = True  # refuses to decode with an assistant, whose tokens may have to be taken back
-    model.register_forward_pre_hook(refuse_weights, with_kwargs=True)
+    for part in _models(model):
+        part.register_forward_pre_hook(refuse_weights, with_kwargs=True)
     model.set_attn_implementation(implementation(attention))
     for config in _configs(model, modules):
         # Both are saved with the model. The second one makes transformers refuse the folder where lln is not known.
@@ -77,83 +78,171 @@ def convert(model: Model, attention: str = "lln_diag", *, max_len: int | None = 
             f"self-attention is {attention} now",
             stacklevel=2,
         )
+    torchs = [name for name, module in model.named_modules() if type(module) is nn.MultiheadAttention]
+    if torchs:
+        warnings.warn(
+            f"torch.nn.MultiheadAttention stays softmax attention, in {', '.join(torchs)}; the rest is {attention} now",
+            stacklevel=2,
+        )
     return model
 
 
 def attention_modules(model: nn.Module) -> dict[str, Any]:
     """The modules that ask transformers for their attention function, by name."""
-    return {name: module for name, module in model.named_modules() if INTERFACE in _source(type(module))}
-
-
-def _source(kind: Any) -> str:
-    """The source of a module's class and its bases; reading it is also how transformers finds out what they do."""
-    return _read_source(kind)
-
-
-@cache
-def _read_source(kind: type) -> str:
-    if issubclass(kind, PreTrainedModel):
-        return ""
-    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    with suppress(OSError, TypeError):  # a class without source, such as one typed into a console
-        return "".join(inspect.getsource(base) for base in bases)
-    return ""
+    return {name: module for name, module in model.named_modules() if source.calls_interface(type(module))}
 
 
 def _check_model(model: PreTrainedModel, modules: dict[str, Any]) -> None:
-    kinds = {type(module) for module in model.modules() if "Attention" in type(module).__name__}
-    past = {kind.__name__ for kind in kinds if "softmax(" in (code := _source(kind)) and INTERFACE not in code}
+    kinds: set[Any] = {type(module) for module in model.modules() if "Attention" in type(module).__name__}
+    past = {
+        kind.__name__
+        for kind in kinds - {nn.MultiheadAttention}
+        if not source.calls_interface(kind) and COMPUTED.search(source.read(kind))
+    }
     if past or not modules or not model._can_set_attn_implementation():
         raise ValueError(
             f"{type(model).__name__} computes attention past the attention interface of transformers"
             f"{' in ' if past else ''}{', '.join(sorted(past))}, so it cannot be converted; take a model type that "
             "goes through it, such as bert or roberta, or convert the part of the model that does"
         )
-    if model.config.output_attentions:
+    if any(config.output_attentions for config in _configs(model, modules)):
         raise ValueError(
             "the configuration asks for output_attentions, and there will be no weights to give out; "
             "set model.config.output_attentions = False"
         )
 
 
-def _check_module(name: str, module: Any, record: zoo.Record) -> None:
-    """Refuse at once what would be refused when the module runs."""
-    config = module.config
-    reason = None
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        reason = f"has layers of types {sorted(set(config.layer_types))}, and only full_attention can be converted"
-    elif getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
-        reason = (
+def _decide(model: PreTrainedModel, name: str, module: Any, record: zoo.Record) -> bool:
+    """Refuse at once what would be refused when the module runs. Returns whether the module is causal."""
+    calls, masks = source.attention_calls(module), source.masks(_around(model, name))
+    causal = _is_causal(module, calls, masks)
+    reason = (
+        _refused_setting(module.config)
+        or _refused_argument(module, calls)
+        or _refused_mask(module, calls, masks)
+        or _refused_causality(module, calls, causal, record)
+    )
+    if reason is not None:
+        raise ValueError(f"{name} cannot be {record.name}: it {reason}")
+    return bool(causal)
+
+
+def _refused_setting(config: PreTrainedConfig) -> str | None:
+    types = set(getattr(config, "layer_types", None) or [])
+    if types - {"full_attention"}:
+        return f"has layers of types {sorted(types)}, and only full_attention can be converted"
+    if (
+        not types
+        and getattr(config, "sliding_window", None) is not None
+        and getattr(config, "use_sliding_window", True)
+    ):
+        return (
             f"looks through a sliding window of {config.sliding_window} tokens; if your inputs are shorter, load it "
             "with sliding_window=None"
         )
-    elif getattr(config, "attn_logit_softcapping", None) is not None:
-        reason = "puts a cap on its scores (attn_logit_softcapping)"
-    elif hasattr(module, "sinks"):
-        reason = "has attention sinks"
-    elif hasattr(module, "has_relative_attention_bias"):
-        reason = "adds a bias for relative positions to its scores"
-    elif sees_only_the_past(module) and not record.causal:
-        causal = ", ".join(other for other in zoo.names() if zoo.describe(other).causal)
-        reason = f"is causal, which {record.name} cannot be; these can: {causal}"
-    if reason is not None:
-        raise ValueError(f"{name} cannot be {record.name}: it {reason}")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "puts a cap on its scores (attn_logit_softcapping)"
+    return None
+
+
+def _refused_argument(module: Any, calls: list[dict[str, ast.expr]]) -> str | None:
+    """What the module hands to its attention function that this attention cannot honour."""
+    if not calls:
+        return "calls its attention function in a way that cannot be read"
+    for call in calls:
+        for argument in sorted(call.keys() - KNOWN):
+            value = source.value_of(call[argument], module)
+            if value is not None and value is not False:
+                what = UNSUPPORTED.get(argument, f"the argument {argument}")
+                return f"needs {what}" + ("" if value is source.UNKNOWN else f" ({argument}={_brief(value)})")
+    return None
+
+
+def _refused_mask(module: Any, calls: list[dict[str, ast.expr]], masks: source.Masks) -> str | None:
+    """A mask that is not made by the functions of transformers, which would ask for ours."""
+    names = {_mask(call) for call in calls} - {"None"}
+    if names - {"attention_mask"}:
+        return f"makes a mask itself, {', '.join(sorted(names))}"
+    changed = source.changes_its_mask(module)
+    if changed is not None:
+        return f"changes its mask: {changed}"
+    if names and masks.own and not masks.are_of_keys:
+        return f"is given a mask that the model makes itself: {masks.own[-1]}"
+    return None
+
+
+def _refused_causality(
+    module: Any, calls: list[dict[str, ast.expr]], causal: bool | None, record: zoo.Record
+) -> str | None:
+    if causal is None:
+        return "does not say whether it is causal"
+    if causal and not record.causal:
+        others = ", ".join(other for other in zoo.names() if zoo.describe(other).causal)
+        return f"is causal, which {record.name} cannot be; these can: {others}"
+    if causal and (len(calls) > 1 or source.cache_places(module) - {"self.layer_idx"}):
+        return "keeps more in a cache than one sequence of keys and values"
+    return None
+
+
+def _is_causal(module: Any, calls: list[dict[str, ast.expr]], masks: source.Masks) -> bool | None:
+    """Whether tokens see only those before them: by the mask, as in transformers, or else by what the module says."""
+    if getattr(module.config, "is_causal", True) is False:  # makes a decoder bidirectional
+        return False
+    has_mask = any(_mask(call) != "None" for call in calls)
+    if has_mask and masks.causal != masks.bidirectional:
+        return masks.causal
+    given = {source.value_of(call["is_causal"], module) for call in calls if "is_causal" in call} - {source.UNKNOWN}
+    if len(given) == 1:
+        return bool(given.pop())
+    if hasattr(module, "is_causal"):
+        return bool(module.is_causal)
+    return False if masks.are_of_keys else None
+
+
+def _around(model: PreTrainedModel, name: str) -> list[nn.Module]:
+    """The modules around one, up to the innermost model, which makes its masks."""
+    around: list[nn.Module] = []
+    while name and not (around and isinstance(around[-1], PreTrainedModel)):
+        name = name.rpartition(".")[0]
+        around.append(model.get_submodule(name))
+    return around
+
+
+def _mask(call: dict[str, ast.expr]) -> str:
+    return ast.unparse(call.get("attention_mask", ast.Constant(None)))
+
+
+def _brief(value: object) -> str:
+    return type(value).__name__ if isinstance(value, torch.Tensor) else str(value)
 
 
 def _build(
-    model: PreTrainedModel, module: Any, attention: str, max_len: int | None, options: dict[str, Any]
+    model: PreTrainedModel, module: Any, attention: str, causal: bool, max_len: int | None, options: dict[str, Any]
 ) -> zoo.Mechanism:
     config = module.config
-    heads = next((n for n in (getattr(module, x, None) for x in HEADS) if n), None) or config.num_attention_heads
-    width = next((d for d in (getattr(module, x, None) for x in HEAD_DIMS) if d), None)
-    width = width or getattr(config, "head_dim", None) or config.hidden_size // heads
-    if max_len is None and (zoo.describe(attention).needs_max_len or sees_only_the_past(module)):
+    heads = _first(module, HEADS) or config.num_attention_heads
+    width = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    value_width = getattr(module, "v_head_dim", None) or width
+    if max_len is None and (zoo.describe(attention).needs_max_len or causal):
         max_len = _positions(config)
-    mechanism = zoo.build(attention, num_heads=heads, head_dim=width, max_len=max_len, **options)
+
+    def build(**shape: int) -> zoo.Mechanism:
+        return zoo.build(attention, num_heads=heads, head_dim=width, max_len=max_len, **options, **shape)
+
+    mechanism = build()
+    shape = {"value_dim": value_width, "num_key_heads": heads // (getattr(module, "num_key_value_groups", 1) or 1)}
+    taken = inspect.signature(type(mechanism)).parameters.keys() - options.keys()
+    mechanism = build(**{name: size for name, size in shape.items() if name in taken}).eval()
+    query, value = torch.ones(1, heads, 2, width), torch.ones(1, heads, 2, value_width)
     with torch.random.fork_rng(devices=[]):  # a first run, so that options that cannot be honoured are refused here
-        mechanism(*torch.ones(3, 1, heads, 2, width), is_causal=sees_only_the_past(module))
+        mechanism(query, query, value, is_causal=causal)
     device = next(module.parameters()).device
     return mechanism.train(module.training).to(model.dtype).to("cpu" if device.type == "meta" else device)
+
+
+def _first(module: Any, names: tuple[str, ...]) -> Any:
+    """The first of several attributes that a module has, and that is not 0."""
+    return next((value for value in (getattr(module, name, None) for name in names) if value), None)
 
 
 def _positions(config: PreTrainedConfig) -> int | None:
@@ -178,16 +267,21 @@ def _attends_elsewhere(name: str, module: Any) -> bool:
 def _clean(model: PreTrainedModel, modules: dict[str, Any]) -> None:
     """Take away all that an earlier conversion left."""
     for module in modules.values():
-        for attribute in ("mechanism", "attends_elsewhere", "lent_state"):
+        for attribute in ("mechanism", "attends_elsewhere", "lent_state", "sees_only_the_past"):
             if hasattr(module, attribute):
                 delattr(module, attribute)
-    for module in (model, *modules.values()):
+    for module in (*_models(model), *modules.values()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook in (lend_state, refuse_weights)]:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
     model.__dict__.pop("_is_stateful", None)
     for config in _configs(model, modules):
         for setting in ("lln_attention", "attn_implementation"):
             config.__dict__.pop(setting, None)
+
+
+def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and the models inside it, each of which can be called."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 def _configs(model: PreTrainedModel, modules: dict[str, Any]) -> list[Any]:

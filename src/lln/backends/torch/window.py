@@ -45,6 +45,7 @@ def window_attention(
     order = front_order(keep)
     query, key, value = (take_tokens(x, order) for x in (query, key, value))
     kept = keep.gather(1, order)
+    query = blank(query, kept)  # 0 times NaN would reach gradients
     output = attention(query, key, value, kept)[0]
     return take_tokens(blank(output, kept), order.argsort(dim=1))
 
