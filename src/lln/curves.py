@@ -10,7 +10,7 @@ dimension, a little on the number of keys, and on what should agree:
 
 No closed form is known for the last two, so they are measured on Gaussian inputs and shipped as `curves.json`;
 `lln calibrate` makes that file anew and explains it. Between tabulated head dimensions and key counts the logarithm of
-s² is interpolated; below and above the tabulated variances s² follows its limits, see `NARROW_EXPONENT`.
+s² is interpolated; below and above the tabulated variances s² follows its limits, see `_narrow`.
 
 Each form of LLN attention has its own curves. With a = alpha q, b = beta k, dq = q - m_q and dk = k - m_k,
 
@@ -38,11 +38,6 @@ MATCHINGS: tuple[Matching, ...] = get_args(Matching)
 
 Form = Literal["paper", "unbiased", "decomposed"]
 FORMS: tuple[Form, ...] = get_args(Form)
-
-# s² is proportional to v to the power of this for v -> 0, and to v for v -> infinity. For small spreads Var(ln P) of
-# the paper's form is s²/(2D), all of it the weights of columns. The other forms have s⁴/(4D), scores: to first order
-# ln P_ij is alpha beta / D times the dot product of q_i and k_j (less the mean of its entries).
-NARROW_EXPONENT: dict[Form, float] = {"paper": 1.0, "unbiased": 0.5, "decomposed": 0.5}
 
 # a and b of eq. 10 in the code that the paper published; they belong to head dimension 64 (see `lln calibrate`).
 PUBLISHED_HEAD_DIM, PUBLISHED_A, PUBLISHED_B = 64, 0.14855178144710912, -0.35487039130661086
@@ -85,10 +80,27 @@ def matched_spread(
     tiny = torch.finfo(variance.dtype).tiny
     column = (variance.clamp(min=tiny) / start).log() / math.log(ratio)
     inside = column.clamp(0.0, curve.shape[1] - 1.0)
-    beyond = column - inside
-    beyond = torch.where(beyond < 0, beyond * NARROW_EXPONENT[form], beyond)
-    log_spread = _bilinear(curve, row, inside) + beyond * math.log(ratio)
+    log_spread = _bilinear(curve, row, inside) + (column - inside) * math.log(ratio)
+    if form != "paper":
+        edge = _bilinear(curve, row, torch.zeros_like(inside))
+        log_spread = torch.where(variance < start, _narrow(variance, edge, start, head_dim), log_spread)
     return torch.where(variance > 0, log_spread.exp(), variance)
+
+
+def _narrow(variance: Tensor, edge: Tensor, start: float, head_dim: int) -> Tensor:
+    """ln s² of the unbiased form below the tabulated variances, which begin at `start` with `edge`.
+
+    For small spreads Var(ln P) of the paper's form is s²/(2D), all of it the weights of columns, so that s² is
+    proportional to v. The other forms have s⁴/(4D), scores: to first order ln P_ij is alpha beta / D times the dot
+    product of q_i and k_j (less the mean of its entries). What comes next is of the order of s², or sqrt(v); a lower
+    power keeps s² from falling where the table, extrapolated to other head dimensions, begins far below that limit.
+    """
+    tiny = torch.finfo(variance.dtype).tiny
+    limit = math.log(2 * math.sqrt(head_dim)) + variance.clamp(min=tiny).log() / 2
+    at_start = math.log(2 * math.sqrt(head_dim * start))
+    gap = edge - at_start
+    power = (0.45 / gap.abs().clamp(min=1e-9)).clamp(max=0.5)
+    return limit + gap * (variance / start) ** power
 
 
 def linear_constants(head_dim: int, *, form: Form = "paper") -> tuple[float, float]:

@@ -61,8 +61,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             output: Tensor = mechanism(query, key, value, key_padding_mask=keep, is_causal=True)
             return output
         if self.first is not None:
-            tokens, self.first = self.first, None
-            self._continue(mechanism, *tokens)
+            first, self.first = self.first, None
+            self._continue(mechanism, *first)
         return self._continue(mechanism, query, key, value, keep)
 
     def _continue(self, mechanism: Mechanism, query: Any, key: Any, value: Any, keep: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 device=query.device,
             )
             assert self.state is not None
-        far, near, self.state = self.state.branches(query, key, value, key_padding_mask=keep)
+        far, near, self.state = self.state.branches(query, key, value, key_padding_mask=keep, in_place=True)
         output = far if near is None else mechanism.join(far, near)
         return output.to(query.dtype)
 
