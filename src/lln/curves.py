@@ -26,6 +26,7 @@ import json
 import math
 from bisect import bisect_right
 from importlib.resources import files
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -128,9 +129,14 @@ def curve_rows(head_dim: int, matching: Literal["variance", "entropy"], *, form:
     check_choice("matching", matching, ("variance", "entropy"))
     table = form_table(form)
     if matching == "variance":
-        return [_between_head_dims(table["variance"], head_dim)]
-    counts = range(len(TABLE["num_keys"]))
-    return [_between_head_dims([curve[n] for curve in table["entropy"]], head_dim) for n in counts]
+        rows = [_between_head_dims(table["variance"], head_dim)]
+    else:
+        counts = range(len(TABLE["num_keys"]))
+        rows = [_between_head_dims([curve[n] for curve in table["entropy"]], head_dim) for n in counts]
+    if TABLE["head_dims"][0] <= head_dim <= TABLE["head_dims"][-1]:
+        return rows
+    # Beyond the tabulated head dimensions a curve may come out with a dip, which the others have not.
+    return [list(accumulate(row, lambda before, here: max(here, before + 1e-3))) for row in rows]
 
 
 def form_table(form: Form) -> dict[str, Any]:
