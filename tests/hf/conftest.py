@@ -34,6 +34,7 @@ EXTRA = {
     "markuplm": {"xpath_unit_hidden_size": 8, "max_depth": 4},
     "beit": {"image_size": 20, "patch_size": 5},
     "pixtral": {"image_size": 20, "patch_size": 5},
+    "siglip_vision_model": {"image_size": 20, "patch_size": 5},
     "nllb-moe": {
         "d_model": 32,
         "encoder_layers": 2,

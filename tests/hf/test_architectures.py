@@ -27,6 +27,7 @@ TEXT = {
     "qwen2_moe": ("qwen2_moe", {}),  # also makes a mask for a window, of 0 tokens
     "smollm3": ("smollm3", {"num_key_value_heads": 2}),
 }
+SCRIPTED = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 GENERATING = ["deepseek_v3", "gemma3_text", "qwen2_moe"]
 
 
@@ -89,17 +90,36 @@ def test_values_of_another_width(make, tmp_path):
         assert torch.equal(lln.hf.from_pretrained(tmp_path)(ids)[0], model(ids)[0])
 
 
+@pytest.mark.filterwarnings("ignore:torch.nn.MultiheadAttention stays")
+@pytest.mark.parametrize("family", ["vit", "deit", "beit", "siglip_vision_model"])
+def test_images(family, make):
+    model, inputs = make(family), {"pixel_values": torch.randn(2, 3, 20, 20)}
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        output = lln.hf.convert(model, "block_diagonal", block_size=64)(**inputs)[0]
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_torchs_own_attention_is_named(make):
-    vision = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "image_size": 20, "patch_size": 5}
-    config = transformers.SiglipVisionConfig(**vision, intermediate_size=48)
     with pytest.warns(UserWarning, match=r"nn\.MultiheadAttention stays softmax attention, in head\.attention"):
-        lln.hf.convert(transformers.SiglipVisionModel(config))
+        lln.hf.convert(make("siglip_vision_model"))
+
+
+def test_fewer_keys_than_queries():
+    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16}
+    model = transformers.SegformerModel(transformers.SegformerConfig(**sizes)).eval()
+    with pytest.raises(ValueError, match=r"has fewer keys than queries, which lln_diag cannot have; these can: .*lln,"):
+        lln.hf.convert(model, "lln_diag")
+    lln.hf.convert(model, "lln")
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 64, 64))[0].isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
         ("mpnet", {}, "past the attention interface of transformers in MPNetSelfAttention"),
+        pytest.param("deberta-v2", {}, "interface of transformers in DisentangledSelfAttention", marks=SCRIPTED),
         ("bloom", {}, "past the attention interface of transformers in BloomAttention"),
         ("mistral", {"sliding_window": 8}, "sliding window of 8 tokens.*sliding_window=None"),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "'sliding_attention'"),

@@ -245,14 +245,17 @@ def _check_lengths(name: str, module: nn.Module, query: Tensor, key: Tensor, kee
         )
     if query.shape[2] == key.shape[2]:
         return
-    if causal and not hasattr(module, "mechanism"):
+    mechanism = getattr(module, "mechanism", None)
+    if causal and mechanism is None:
         raise ValueError(
             f"{name} given by name has no state for generating; call lln.hf.convert(model, {name!r}), which has one of "
             "constant size, or generate with use_cache=False"
         )
     if causal:
         raise ValueError("this mechanism keeps no state, so it cannot continue from a cache: pass use_cache=False")
-    raise ValueError(
-        f"self-attention needs as many queries as keys, got {query.shape[2]} and {key.shape[2]} in "
-        f'{type(module).__name__}; go back with lln.hf.convert(model, "softmax")'
-    )
+    record = zoo.describe(name) if mechanism is None else mechanism.record
+    if keep is not None or not record.cross:  # a mask of keys does not say which queries are padding
+        raise ValueError(
+            f"{type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys, and as many of both are "
+            'needed; pass use_cache=False if there is a cache, or go back with lln.hf.convert(model, "softmax")'
+        )

@@ -19,6 +19,7 @@ from lln.hf.cache import has_state
 # Attention of transformers itself: "softmax" stands for the one that a model has by default.
 PLAIN = ("softmax", "sdpa", "eager")
 CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
+OTHER_SEQUENCE = {"key", "keys", "context"}
 COMPUTED = re.compile(r"softmax\(|scaled_dot_product_attention\(")
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
@@ -56,6 +57,10 @@ def convert(model: Model, attention: str = "lln_diag", *, max_len: int | None = 
     for name in [name for name in modules if name not in elsewhere]:
         causal[name] = _decide(model, name, modules[name], record)
         mechanisms[name] = _build(model, modules[name], attention, causal[name], max_len, options)
+    if not mechanisms:
+        raise ValueError(
+            f"{type(model).__name__} has no self-attention, and attention to another sequence stays as it is"
+        )
     _clean(model, modules)
     for name, module in modules.items():
         module.attends_elsewhere = name in elsewhere
@@ -120,7 +125,7 @@ def _decide(model: PreTrainedModel, name: str, module: Any, record: zoo.Record) 
         _refused_setting(module.config)
         or _refused_argument(module, calls)
         or _refused_mask(module, calls, masks)
-        or _refused_causality(module, calls, causal, record)
+        or _refused_by_mechanism(module, calls, causal, record)
     )
     if reason is not None:
         raise ValueError(f"{name} cannot be {record.name}: it {reason}")
@@ -171,17 +176,22 @@ def _refused_mask(module: Any, calls: list[dict[str, ast.expr]], masks: source.M
     return None
 
 
-def _refused_causality(
+def _refused_by_mechanism(
     module: Any, calls: list[dict[str, ast.expr]], causal: bool | None, record: zoo.Record
 ) -> str | None:
     if causal is None:
         return "does not say whether it is causal"
     if causal and not record.causal:
-        others = ", ".join(other for other in zoo.names() if zoo.describe(other).causal)
-        return f"is causal, which {record.name} cannot be; these can: {others}"
+        return f"is causal, which {record.name} cannot be; these can: {_with('causal')}"
+    if getattr(module, "sequence_reduction_ratio", 1) > 1 and not record.cross:
+        return f"has fewer keys than queries, which {record.name} cannot have; these can: {_with('cross')}"
     if causal and (len(calls) > 1 or source.cache_places(module) - {"self.layer_idx"}):
         return "keeps more in a cache than one sequence of keys and values"
     return None
+
+
+def _with(ability: str) -> str:
+    return ", ".join(name for name in zoo.names() if getattr(zoo.describe(name), ability))
 
 
 def _is_causal(module: Any, calls: list[dict[str, ast.expr]], masks: source.Masks) -> bool | None:
@@ -260,7 +270,9 @@ def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
 
 
 def _attends_elsewhere(name: str, module: Any) -> bool:
-    flag = getattr(module, "is_cross_attention", False)
+    """Whether a module attends to another sequence than its own: by its name, or because it needs two of them."""
+    needed = {x.name for x in inspect.signature(module.forward).parameters.values() if x.default is x.empty}
+    flag = getattr(module, "is_cross_attention", False) or needed & OTHER_SEQUENCE
     return bool(flag) or bool(CROSS.search(f"{name}.{type(module).__name__}"))
 
 

@@ -95,11 +95,7 @@ def masks(around: Iterable[nn.Module]) -> Masks:
     made, own, changed = set(), [], []
     for module in around:
         nodes = list(_live_nodes(module))
-        to_encoder = {
-            id(node.func)
-            for node in nodes
-            if isinstance(node, ast.Call) and any(k.arg == "encoder_hidden_states" for k in node.keywords)
-        }
+        to_encoder = {id(node.func) for node in nodes if isinstance(node, ast.Call) and _is_for_two_sequences(node)}
         for node in nodes:
             if isinstance(node, ast.Name) and MASK_FUNCTION.match(node.id) and id(node) not in to_encoder:
                 made.add("bidirectional" if "bidirectional" in node.id else "causal")
@@ -141,6 +137,12 @@ def read(kind: Any) -> str:
 @cache
 def _parse(kind: Any) -> ast.Module:
     return ast.parse(read(kind))
+
+
+def _is_for_two_sequences(call: ast.Call) -> bool:
+    """Whether a mask function is called for queries and keys of different sequences."""
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return given.get("encoder_hidden_states", given.get("inputs_embeds")) != given.get("inputs_embeds")
 
 
 def _targets(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[str]:
