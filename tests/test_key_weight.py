@@ -182,7 +182,7 @@ def test_forms_are_the_form_of_the_paper_with_weights(tokens, form, is_causal):
     centers = (torch.randn(4, 16), torch.randn(2, 16)) if form == "decomposed" else None
     means = None if centers is None else tuple(x.double() for x in centers)
     exact = [x.double() for x in (q, k, v)]
-    means = reference.read_centers(*exact[:2], form=form, centers=means, is_causal=is_causal)
+    means = reference.centers_of(*exact[:2], form=form, centers=means, is_causal=is_causal)
     a, b = reference.features(*exact[:2], ALPHA, BETA, form, means)
     scores = torch.logsumexp(a[:, :, :, None] + b[:, :, None], dim=-1)
     allowed = reference._allowed(q, k, None, is_causal)
