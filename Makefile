@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+C_FILES := $(wildcard src/lln/backends/cpu/src/*.[ch] tests/sanitize/*.c)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint sanitize format bench clean
@@ -25,6 +26,7 @@ test: $(READY)  ## run the tests
 lint: $(READY)  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/mypy
 
 sanitize: $(READY)  ## run the C code under the address and undefined-behaviour sanitizers of gcc
@@ -33,6 +35,7 @@ sanitize: $(READY)  ## run the C code under the address and undefined-behaviour 
 format: $(READY)  ## put the code into the format that lint asks for
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(C_FILES)
 
 bench: $(READY)  ## measure time and memory against torch's softmax attention
 	$(BIN)/lln bench attention

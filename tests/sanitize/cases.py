@@ -20,6 +20,7 @@ from torch import Tensor
 
 import lln
 from lln.backends.cpu import CpuBackend, build
+from lln.matching.curves import FORMS, Form
 from lln.problem import Near, Problem
 
 CASES = 300
@@ -43,12 +44,15 @@ class Case:
     near: Near
     block_size: int
     weights: str  # of keys
+    form: Form
+    centers: str  # of the decomposed form
     is_causal: bool
     matching: str
     scales: str
     mask: str
     layouts: tuple[str, ...]  # of query, key, value and the gradient of the output
     values: str
+    near_width: int  # of its softmax attention
 
     @property
     def work(self) -> float:
@@ -82,12 +86,15 @@ def draw(choice: Callable[[Any], Any]) -> Case:
         near=choice(("blocks", "window")),
         block_size=choice((1, 7, 16, 64, 100, 1024)),
         weights=choice(("none", "none", "normal", "large", "one head", "infinite")),
+        form=choice(("paper", *FORMS)),
+        centers="frozen" if is_causal else choice(("means", "means", "frozen")),
         is_causal=is_causal,
         matching=choice(("variance", "entropy", "linear")),
         scales=choice(scales),
         mask=choice(("none", "none", "left", "right", "holes", "empty sample")),
         layouts=tuple(choice(("plain", "tokens first", "wide rows", "features first", "one head")) for _ in range(4)),
         values=choice(("normal", "normal", "outliers", "growing", "constant", "infinite")),
+        near_width=choice(WIDTHS),
     )
 
 
@@ -167,6 +174,13 @@ def make_weights(case: Case) -> Tensor | None:
     return weights.requires_grad_()
 
 
+def make_form(case: Case) -> dict[str, Any]:
+    centers = None
+    if case.form == "decomposed" and case.centers == "frozen":
+        centers = (torch.randn(case.heads, case.width), torch.randn(case.key_heads, case.width))
+    return {"form": case.form, "centers": centers, "key_weight": make_weights(case)}
+
+
 def run(case: Case) -> None:
     torch.set_num_threads(case.threads)
     inputs, gradient = make_inputs(case)
@@ -177,42 +191,57 @@ def run(case: Case) -> None:
     far = case.attention != "block_diagonal_attention"
     scales = make_scales(case) if far else {}
     near = None if case.attention == "lln_attention" else case.near
-    problem = Problem.make(*inputs, far=far, near=near, block_size=case.block_size, **options, **scales)
-    problem = dataclasses.replace(problem, key_weight=make_weights(case) if far else None)
+    form = make_form(case) if far else {}
+    problem = Problem.make(*inputs, far=far, near=near, block_size=case.block_size, **options, **scales, **form)
     backend = CpuBackend()
     assert backend.why_not(problem) is None, backend.why_not(problem)
     with torch.no_grad():
         results = [backend.attention(problem)]
-    leaves = [*inputs, *(x for x in (*scales.values(), problem.key_weight) if isinstance(x, Tensor))]
+    leaves = [*inputs, *(x for x in (*scales.values(), form.get("key_weight")) if isinstance(x, Tensor))]
     output = backend.attention(problem)
     results += [output, *torch.autograd.grad(output, leaves, gradient)]
-    is_stateful = near != "window" and problem.key_weight is None and case.scales != "tokens"
-    if case.is_causal and far and is_stateful:
-        results += run_state(case, inputs, options["key_padding_mask"], scales)
+    if case.is_causal and far and case.scales != "tokens":
+        results += run_state(case, inputs, options["key_padding_mask"], scales, problem.key_weight)
     if case.values == "normal" and (problem.key_weight is None or problem.key_weight.isfinite().all()):
         assert all(x.isfinite().all() for x in results), "NaN in results: memory is read before it is written"
 
 
-def run_state(case: Case, inputs: list[Tensor], mask: Tensor | None, scales: dict[str, Any]) -> list[Tensor]:
+def run_state(
+    case: Case, inputs: list[Tensor], mask: Tensor | None, scales: dict[str, Any], weight: Tensor | None
+) -> list[Tensor]:
     """The same tokens as the next ones of a state: a few, one, and the rest."""
+    with_near = case.attention != "lln_attention"
+    centers = {"centers": (torch.randn(case.heads, case.width), torch.randn(case.key_heads, case.width))}
     state = lln.LLNState.empty(
         case.batch,
         case.heads,
         case.width,
         case.value_width,
         key_heads=case.key_heads,
-        block_size=None if case.attention == "lln_attention" else case.block_size,
+        block_size=case.block_size if with_near else None,
+        near=case.near if with_near else "blocks",
+        near_dim=case.near_width if with_near else None,
+        form=case.form,
         dtype=case.dtype,
         **scales,
+        **(centers if case.form == "decomposed" else {}),
     )
+    others: dict[str, Tensor] = {} if weight is None else {"key_weight": weight}
+    if with_near:
+        shapes = {"near_query": case.heads, "near_key": case.key_heads}
+        others |= {
+            name: lay_out(torch.randn(case.batch, heads, case.keys, case.near_width).to(case.dtype), layout)
+            for (name, heads), layout in zip(shapes.items(), case.layouts, strict=False)
+        }
     results: list[Tensor] = []
     with torch.no_grad():
         cuts = sorted({0, case.keys // 3, min(case.keys // 3 + 1, case.keys), case.keys})
         for start, end in itertools.pairwise(cuts):
             tokens = [x[:, :, start:end] for x in inputs]
             keep = None if mask is None else mask[:, start:end]
-            far, near, _ = state.branches(*tokens, key_padding_mask=keep)
-            output, state = state.prefill(*tokens, key_padding_mask=keep, in_place=start % 2 == 0)
+            more: Any = {name: x[:, :, start:end] for name, x in others.items()}
+            far, near, _ = state.branches(*tokens, key_padding_mask=keep, **more)
+            output, state = state.prefill(*tokens, key_padding_mask=keep, in_place=start % 2 == 0, **more)
             results += [far, output] if near is None else [far, near, output]
     return results
 

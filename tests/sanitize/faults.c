@@ -1,15 +1,12 @@
 /* Faults that `make sanitize` must find, or it would pass whatever the code does. */
 #include <limits.h>
 
-#include "job.h"
-
-#define EXPORT __attribute__((visibility("default")))
+#include "scratch.h"
 
 static Scratch small_scratch(void) {
     Job job = {.width = 8, .value_width = 8, .keys = 8};
-    pthread_once(&scratch_once, make_scratch_key);
     long floats = scratch_floats(&job);
-    return begin_scratch(own_scratch(floats + MOST_GUARDS * GUARD), floats);
+    return begin_scratch(own_scratch(floats + MAX_GUARDS * GUARD), floats);
 }
 
 /* 20 floats are rounded up to 32 in memory, but the vector is beyond those that were asked for. */
@@ -17,12 +14,12 @@ EXPORT void vector_behind_a_part(void) {
     Scratch scratch = small_scratch();
     float *part = take(&scratch, 20);
     take(&scratch, 64);
-    store(part + 20, same(1.f));
+    store(part + 20, broadcast(1.f));
 }
 
 EXPORT void vector_before_a_part(void) {
     Scratch scratch = small_scratch();
-    store(take(&scratch, 64) - LANES, same(1.f));
+    store(take(&scratch, 64) - LANES, broadcast(1.f));
 }
 
 static float *taken_inside(Scratch scratch) { return take(&scratch, 64); }
@@ -40,6 +37,6 @@ EXPORT void more_than_the_scratch_has(void) {
 }
 
 EXPORT long signed_overflow(void) {
-    volatile long most = LONG_MAX;
-    return most + 1;
+    volatile long maximum = LONG_MAX;
+    return maximum + 1;
 }

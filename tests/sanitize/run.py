@@ -61,8 +61,10 @@ def run(flavour: str, place: Path, settings: dict[str, str], only: list[str]) ->
     """Build a flavour and run its cases; True if something was found."""
     library = build.build(flavour)
     faults = place / f"faults-{flavour}.so"
-    flags = [*build.FLAGS, *build.FLAVOURS[flavour][0], f"-I{Path(build.__file__).parent / 'src'}"]
-    subprocess.run([build._compiler(), *flags, "-o", str(faults), str(FOLDER / "faults.c"), "-lm"], check=True)
+    source = Path(build.__file__).parent / "src"
+    flags = [*build.FLAGS, *build.FLAVOURS[flavour][0], f"-I{source}"]
+    units = [FOLDER / "faults.c", source / "scratch.c"]
+    subprocess.run([build._compiler(), *flags, "-o", str(faults), *map(str, units), "-lm"], check=True)
     command = [sys.executable, str(FOLDER / "cases.py"), flavour, str(library), str(faults), *only]
     done = subprocess.run(command, env=settings, capture_output=True, text=True)
     last = done.stdout.strip().rpartition("\n")[2]

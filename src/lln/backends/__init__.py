@@ -7,7 +7,6 @@ The first that can takes the problem. `LLN_BACKEND=torch` (or another name) leav
 """
 
 import os
-from dataclasses import replace
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from lln.backends.base import Backend
 from lln.backends.cpu import CpuBackend
 from lln.backends.torch import TorchBackend
-from lln.forms import in_paper_form
 from lln.problem import Options, Problem
 from lln.recurrence import Advance, Recurrence
 
@@ -28,15 +26,7 @@ def attention(problem: Problem) -> Tensor:
     """Compute a problem with the first backend that can."""
     if problem.is_empty:
         return problem.output_of_nothing()
-    if problem.form == "paper" or not problem.far:
-        return choose(problem).attention(problem)
-    # Only the far part has a form: its inputs are not those of the near part.
-    far = replace(in_paper_form(problem), near=None, block_size=0)
-    output = choose(far).attention(far).to(problem.query.dtype)
-    if problem.near is None:
-        return output
-    near = replace(problem, far=False)
-    return (output + choose(near).attention(near)) / 2
+    return choose(problem).attention(problem)
 
 
 def advance(recurrence: Recurrence) -> Advance:
@@ -68,7 +58,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options
     if given.pop("cu_seqlens", None) is not None:
         raise ValueError("explain is about one batch; leave cu_seqlens out")
     near: Any = given.pop("near", None) or ("blocks" if given.get("block_size") is not None else None)
-    problem = in_paper_form(Problem.make(query, key, value, far=True, near=near, **given))
+    problem = Problem.make(query, key, value, far=True, near=near, **given)
     reasons = ((x.name, disabled_reason(x.name) or x.why_not(problem)) for x in BACKENDS)
     return "; ".join(f"{name}: {'yes' if reason is None else f'no, {reason}'}" for name, reason in reasons)
 

@@ -18,6 +18,7 @@ from lln.backends.cpu.binding import TYPES
 from lln.backends.cpu.build import BuildError, load
 from lln.backends.cpu.layout import MAX_BLOCK, MAX_WIDTH
 from lln.checks import is_recorded
+from lln.forms import centered
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
 
@@ -38,6 +39,8 @@ class CpuBackend(Backend):
             for name, scale in (("alpha", problem.alpha), ("beta", problem.beta)):
                 if scale is not None and scale.shape[2] != 1:
                     return f"{name} differs between tokens"
+        if problem.centers is not None and torch.is_grad_enabled() and any(x.requires_grad for x in problem.centers):
+            return "gradients flow to centers in plain torch"
         return _transformed_reason((problem.query, problem.key, problem.value)) or build_problem()
 
     def far(self, problem: Problem) -> Tensor:
@@ -48,27 +51,31 @@ class CpuBackend(Backend):
 
     def attention(self, problem: Problem) -> Tensor:
         """Matching, LLN attention and its mean with the neighbours are one call into C."""
-        apart = problem.scope == "batch" or problem.key_weight is not None  # what the C code does not match itself
+        is_weighted = problem.key_weight is not None and problem.form == "paper"
+        apart = problem.scope == "batch" or is_weighted  # what the C code does not match itself
         if problem.far and apart and (problem.alpha is None or problem.beta is None):
-            alpha, beta = problem.scales()
+            alpha, beta = centered(problem)[0].scales()
             problem = replace(problem, alpha=alpha, beta=beta)
         return attention(problem)
 
     def why_not_advance(self, recurrence: Recurrence) -> str | None:
-        query, key, value, _, memory, alpha, beta, *_ = recurrence
         if torch.compiler.is_compiling():
             return "torch.compile wants to see the operations of a state"
+        query, key, value, _, memory, alpha, beta, _, _, key_weight, _, near_query, near_key, _, _ = recurrence
         reason = _unsupported_reason(query, value)
+        if reason is None and near_query is not None:
+            reason = _unsupported_reason(near_query, value)
         if reason is not None:
             return reason
         if memory.recent_key is not None and memory.recent_key.shape[2] > MAX_BLOCK:
-            return f"blocks of {memory.recent_key.shape[2]} tokens are larger than {MAX_BLOCK}"
-        tensors = (query, key, value, *memory, alpha, beta)
-        needs_grad = torch.is_grad_enabled()
-        for x in tensors:
-            if x is not None and x.requires_grad and needs_grad:
-                return "gradients flow through a state in plain torch"
-        if binding.dtypes_of(memory) != binding.MEMORY_DTYPES[memory.recent_key is None, query.dtype]:
+            what = "windows" if recurrence.near == "window" else "blocks"
+            return f"{what} of {memory.recent_key.shape[2]} tokens are larger than {MAX_BLOCK}"
+        tensors = (query, key, value, *memory, alpha, beta, key_weight, near_query, near_key)
+        if torch.is_grad_enabled():
+            for x in tensors:
+                if x is not None and x.requires_grad:
+                    return "gradients flow through a state in plain torch"
+        if binding.dtypes_of(memory) != binding.MEMORY_DTYPES.get((memory.recent_key is None, value.dtype)):
             return "the state has other dtypes than one made for these tokens on a CPU"
         return _transformed_reason(tensors) or build_problem()
 
@@ -78,7 +85,7 @@ class CpuBackend(Backend):
 
 def _unsupported_reason(query: Tensor, value: Tensor) -> str | None:
     """Why there is no C code for tokens of this kind."""
-    if query.device.type != "cpu":
+    if not query.is_cpu:
         return f"device is {query.device.type}"
     if query.dtype not in TYPES:
         return f"dtype is {str(query.dtype).removeprefix('torch.')}"

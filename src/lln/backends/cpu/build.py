@@ -142,7 +142,8 @@ def _compile(compiler: str, flags: list[str], sources: list[tuple[str, bytes]]) 
         for name, source in sources:
             (folder / name).write_bytes(source)
         # Relative names: the path of the folder must not enter the library, whose bytes would differ from run to run.
-        command = [compiler, *flags, "-o", "fused.so", "fused.c", "-lm"]
+        units = [name for name, _ in sources if name.endswith(".c")]
+        command = [compiler, *flags, "-o", "fused.so", *units, "-lm"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
         if done.returncode != 0:
             raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[:2000]}")

@@ -7,12 +7,16 @@ from typing import Any
 # What tiles and the arrays of a step can hold.
 MAX_WIDTH, MAX_BLOCK = 256, 1024
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
+PAPER, UNBIASED, DECOMPOSED = range(3)
 CONSTANTS = {
     "MAX_WIDTH": MAX_WIDTH,
     "MAX_BLOCK": MAX_BLOCK,
     "FLOAT32": FLOAT32,
     "BFLOAT16": BFLOAT16,
     "FLOAT16": FLOAT16,
+    "PAPER": PAPER,
+    "UNBIASED": UNBIASED,
+    "DECOMPOSED": DECOMPOSED,
 }
 
 
@@ -43,6 +47,8 @@ class Job(Structure):
         ("is_window", c_int64),
         ("key_weight", Scale),
         ("grad_weight", c_void_p),
+        *_fields(c_int64, "form sample_centers"),
+        *_fields(Tensor, "center_query center_key"),
     ]
 
 
@@ -51,7 +57,12 @@ class State(Structure):
 
 
 class Advance(Structure):
-    _fields_ = [("job", Job), ("near", Tensor), ("output_type", c_int64), ("before", State), ("after", State)]
+    _fields_ = [
+        ("job", Job),
+        *_fields(Tensor, "near near_query near_key"),
+        *_fields(c_int64, "near_width far_type output_type"),
+        *_fields(State, "before after"),
+    ]
 
 
 STRUCTS: tuple[type[Structure], ...] = (Tensor, Scale, Job, State, Advance)

@@ -21,6 +21,7 @@ from lln.backends.torch.causal import causal_attention
 from lln.backends.torch.full import full_attention
 from lln.backends.torch.summary import empty_summary
 from lln.backends.torch.window import window_attention
+from lln.forms import in_paper_form
 from lln.masks import blank_not_finite
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
@@ -35,6 +36,7 @@ class TorchBackend(Backend):
         return None
 
     def far(self, problem: Problem) -> Tensor:
+        problem = in_paper_form(problem)
         alpha, beta = (x[..., None] for x in problem.scales())
         query = blank_not_finite(problem.query, problem.queries.keep)
         tokens = (query, problem.key, problem.value, alpha, beta, problem.keys.keep)

@@ -3,30 +3,33 @@
 Shapes: B batch, H heads, H_k key heads, N new tokens, D features, V value width, C block size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lln.backends.torch.blocks import block_diagonal_attention
 from lln.backends.torch.causal import causal_attention
 from lln.backends.torch.summary import KeySummary, absent, merge, recall, remember, repeat_heads
+from lln.backends.torch.window import window_attention
 from lln.masks import blank, front_order, kept_tokens, take_tokens
-from lln.moments import PrefixSums, prefix_moments
+from lln.matching.moments import PrefixSums, prefix_moments
 from lln.precision import accumulator
 from lln.recurrence import Advance, Memory, Recurrence
 
 
 def advance(recurrence: Recurrence) -> Advance:
     """The outputs of the next tokens, and the memory after them; nothing is overwritten."""
-    query, key, value, keep, memory = recurrence[:5]
     far, summary, sums = _far(recurrence)
     near: Tensor | None = None
     recent: tuple[Tensor | None, Tensor | None] = (None, None)
+    memory = recurrence.memory
     if memory.recent_key is not None and memory.recent_value is not None:
-        near, recent = _near(query, key, value, keep, memory.num_tokens, memory.recent_key, memory.recent_value)
+        near, recent = _near(recurrence, memory.recent_key, memory.recent_value)
     after = Memory(*summary, sums.tokens, sums.query, sums.key, *recent)
     if recurrence.apart:
         return Advance(far, near, after)
-    return Advance((far if near is None else (far + near) / 2).to(query.dtype), None, after)
+    return Advance((far if near is None else (far + near) / 2).to(recurrence.value.dtype), None, after)
 
 
 def newest(
@@ -53,52 +56,67 @@ def _far(recurrence: Recurrence) -> tuple[Tensor, KeySummary, PrefixSums]:
     moments, sums = prefix_moments(query, key, keep, past)
     matched: tuple[Tensor | None, Tensor | None] = (None, None)
     if recurrence.alpha is None or recurrence.beta is None:
-        matched = moments.scales(head_dim=query.shape[3], matching=recurrence.matching)
+        matched = moments.scales(head_dim=query.shape[3], matching=recurrence.matching, form=recurrence.form)
     alpha, beta = (
         given[..., None, None] if given is not None else found[..., None]  # type: ignore[index]
         for given, found in zip((recurrence.alpha, recurrence.beta), matched, strict=True)
     )
-    summary = KeySummary(memory.mass, memory.values)
+    summary, weight = KeySummary(memory.mass, memory.values), _key_weight(recurrence, beta)
     if query.shape[2] == 1:  # a third of the time of a causal chunk
-        summary = merge(summary, remember(key, value, beta, keep, heads=query.shape[1]))
+        summary = merge(summary, remember(key, value, beta, keep, weight, heads=query.shape[1]))
         return recall(query, alpha, summary), summary, sums
-    far, summary = causal_attention(query, key, value, alpha, beta, keep, summary)
+    far, summary = causal_attention(query, key, value, alpha, beta, keep, summary, weight)
     return far, summary, sums
 
 
-def _near(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep: Tensor | None,
-    count: Tensor,
-    recent_key: Tensor,
-    recent_value: Tensor,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Softmax attention inside blocks, and the recent tokens after it."""
-    size = recent_key.shape[2]
+def _key_weight(recurrence: Recurrence, beta: Tensor) -> Tensor | None:
+    """Log-weights (B, H, N) of the keys: the given ones, in the unbiased form less logsumexp_l(beta k)."""
+    if recurrence.form == "paper":
+        return recurrence.key_weight
+    key = blank(recurrence.key, recurrence.keep).to(beta.dtype)
+    key = repeat_heads(key, recurrence.query.shape[1] // key.shape[1])
+    weight = -torch.logsumexp(key * beta, dim=-1)
+    return weight if recurrence.key_weight is None else weight + recurrence.key_weight
+
+
+def _near(recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Softmax attention among neighbours, and the recent tokens after it."""
+    value, keep, count = recurrence.value, recurrence.keep, recurrence.memory.num_tokens
+    query = recurrence.query if recurrence.near_query is None else recurrence.near_query
+    key = recurrence.key if recurrence.near_key is None else recurrence.near_key
+    size, is_window = recent_key.shape[2], recurrence.near == "window"
     slots, begun = torch.arange(size, device=count.device), (count % size)[:, None]
     if query.shape[2] == 1 and keep is None:
         new = (slots == begun)[:, None, :, None]
         recent = torch.where(new, key, recent_key), torch.where(new, value, recent_value)
-        return _attend_block(query, *recent, slots > begun), recent
+        outside = slots > begun
+        if is_window:
+            outside = outside & (count < size)[:, None]
+        return _attend_recent(query, *recent, outside), recent
     kept = kept_tokens(keep, query)
-    # What the current block already holds goes before the new tokens.
-    near = block_diagonal_attention(
+    later = blank(key, keep), blank(value, keep)
+    after = newest((recent_key, recent_value), count, later, front_order(kept), count + kept.sum(dim=1))
+    attention: Callable[..., Tensor] = block_diagonal_attention
+    before = slots < begun
+    if is_window:  # from the oldest to the newest
+        attention = window_attention
+        before = slots + count[:, None] >= size
+        order = (slots + count[:, None]) % size
+        recent_key, recent_value = take_tokens(recent_key, order), take_tokens(recent_value, order)
+    # What a block already holds, or a window looks back to, goes before the new tokens.
+    near = attention(
         torch.cat((query.new_zeros(*query.shape[:2], size, query.shape[3]), query), dim=2),
         torch.cat((recent_key, key), dim=2),
         torch.cat((recent_value, value), dim=2),
-        torch.cat((slots < begun, kept), dim=1),
+        torch.cat((before, kept), dim=1),
         block_size=size,
         is_causal=True,
     )
-    later = blank(key, keep), blank(value, keep)
-    recent = newest((recent_key, recent_value), count, later, front_order(kept), count + kept.sum(dim=1))
-    return near[:, :, size:], recent
+    return near[:, :, size:], after
 
 
-def _attend_block(query: Tensor, recent_key: Tensor, recent_value: Tensor, outside: Tensor) -> Tensor:
-    """Softmax attention of one token to the recent ones that are not `outside` its block, (B, C)."""
+def _attend_recent(query: Tensor, recent_key: Tensor, recent_value: Tensor, outside: Tensor) -> Tensor:
+    """Softmax attention of one token to the recent ones that are not `outside` its block or window, (B, C)."""
     dtype = accumulator(query.dtype)
     groups = query.shape[1] // recent_key.shape[1]
     k, v = (repeat_heads(x.to(dtype), groups) for x in (recent_key, recent_value))

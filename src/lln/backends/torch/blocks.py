@@ -18,7 +18,7 @@ from lln.backends.torch.recompute import Attention, Inputs, Tensors
 from lln.backends.torch.summary import absent, repeat_heads, sum_groups
 from lln.checks import known
 from lln.masks import blank, front_order, kept_tokens, take_tokens
-from lln.moments import chunks, piece_tokens
+from lln.matching.moments import chunks, piece_tokens
 from lln.precision import accumulator, in_full_precision
 
 

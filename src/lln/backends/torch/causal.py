@@ -36,7 +36,7 @@ from lln.backends.torch.summary import (
     weighted_keys,
 )
 from lln.masks import blank
-from lln.moments import chunks
+from lln.matching.moments import chunks
 from lln.precision import in_full_precision
 
 # Tokens that a causal chunk handles with one matrix product; a power of two.

@@ -22,7 +22,7 @@ from lln.backends.torch.summary import (
     weighted_keys,
 )
 from lln.masks import blank
-from lln.moments import chunks, cut, pieces
+from lln.matching.moments import chunks, cut, pieces
 from lln.precision import in_full_precision
 
 

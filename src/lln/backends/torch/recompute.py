@@ -46,6 +46,13 @@ def is_transformed(x: Tensor) -> bool:
     return unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
+def apart(inputs: Inputs) -> list[Any]:
+    """Views of the inputs of a function, for its gradients: with `torch.autograd.grad` each gradient is that of one
+    argument alone, also where another argument is the same tensor or was computed from it.
+    """
+    return [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
+
+
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attention: Attention, *inputs: Tensor | None) -> Tensors:
@@ -63,6 +70,7 @@ class _Recomputed(torch.autograd.Function):
         if not again and not any(is_transformed(x) for x in gradients):
             return None, *ctx.attention.backward(inputs, others, gradients, wanted)
         with torch.enable_grad():
+            inputs = apart(inputs)
             outputs = ctx.attention.traced(*inputs)
             targets = [x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
             found = iter(torch.autograd.grad(outputs, targets, gradients, create_graph=again, allow_unused=True))

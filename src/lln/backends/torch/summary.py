@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lln.checks import is_recorded
 from lln.masks import blank
-from lln.moments import chunks, cut, piece_tokens, pieces
+from lln.matching.moments import chunks, cut, piece_tokens, pieces
 from lln.precision import accumulator
 
 

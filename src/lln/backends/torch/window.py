@@ -20,7 +20,7 @@ from lln.backends.torch.recompute import Attention, Inputs, Tensors
 from lln.backends.torch.summary import absent, repeat_heads
 from lln.checks import known
 from lln.masks import blank, front_order, kept_tokens, take_tokens
-from lln.moments import chunks, piece_tokens
+from lln.matching.moments import chunks, piece_tokens
 from lln.precision import accumulator, in_full_precision
 
 # Queries of a tile for narrow windows: with fewer, most of what is multiplied would be the keys around them.

@@ -21,21 +21,21 @@
    whatever its column. */
 #define GUARD 2048
 /* Guard zones that the scratch memory of a thread has space for; the deepest chain of calls takes 20 parts. */
-#define MOST_GUARDS 32
+#define MAX_GUARDS 32
 
 /* No access to these floats, until `permit`. */
-static void forbid(float *from, float *end) {
+static inline void forbid(float *from, float *end) {
     __asan_poison_memory_region(from, (uintptr_t)end - (uintptr_t)from);
 }
 
 /* Access to exactly these floats. They become NaN, so that what is read before it is written shows in the results. */
-static void permit(float *from, long floats) {
+static inline void permit(float *from, long floats) {
     __asan_unpoison_memory_region(from, floats * sizeof(float));
     for (long i = 0; i < floats; i++) from[i] = __builtin_nanf("");
 }
 #else
 #define GUARD 0
-#define MOST_GUARDS 0
+#define MAX_GUARDS 0
 #endif
 
 #endif

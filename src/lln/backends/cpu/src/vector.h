@@ -22,7 +22,7 @@ typedef float vf_anywhere __attribute__((vector_size(LANES * 4), aligned(4), may
 
 INLINE vf load(const float *p) { return *(const vf_anywhere *)p; }
 INLINE void store(float *p, vf x) { *(vf_anywhere *)p = x; }
-INLINE vf same(float x) { return x - (vf){0}; }
+INLINE vf broadcast(float x) { return x - (vf){0}; }
 
 /* larger, smaller: a NaN in y is lost, one in x kept. */
 #if LANES == 8 && defined(__AVX__)
@@ -48,9 +48,9 @@ INLINE vf larger(vf x, vf y) { return choose(x < y, y, x); }
 INLINE vf smaller(vf x, vf y) { return choose(x > y, y, x); }
 #endif
 INLINE float largest_of(vf x) {
-    float most = x[0];
-    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-    return most;
+    float maximum = x[0];
+    for (int i = 1; i < LANES; i++) maximum = x[i] > maximum ? x[i] : maximum;
+    return maximum;
 }
 INLINE float total_of(vf x) {
     float total = 0;
@@ -61,9 +61,9 @@ INLINE float total_of(vf x) {
 
 /* Whether any of `vector` floats, a multiple of LANES, is NaN or infinite. */
 INLINE int not_finite(const float *row, long vector) {
-    vf shows = same(0.f);
-    for (long i = 0; i < vector; i += LANES) shows += load(row + i) * 0.f;
-    return !(total_of(shows) == 0.f);
+    vf nan_marker = broadcast(0.f);
+    for (long i = 0; i < vector; i += LANES) nan_marker += load(row + i) * 0.f;
+    return !(total_of(nan_marker) == 0.f);
 }
 
 /* Whether any of `vector` floats is NaN, infinite or larger than any sensible padding (`lln.masks.LARGEST_PADDING`). */
@@ -98,7 +98,7 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 INLINE long bytes_of(long type) { return type == FLOAT32 ? 4 : 2; }
 
 #ifndef __F16C__
-static float half_to_float(uint16_t half) {
+static inline float half_to_float(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13, bits;
     float value;
     if (rest >= 0x0f800000) { /* infinite, NaN */
@@ -111,7 +111,7 @@ static float half_to_float(uint16_t half) {
     return sign ? -value : value;
 }
 
-static uint16_t float_to_half(float value) {
+static inline uint16_t float_to_half(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
