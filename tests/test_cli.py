@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import lln.calibration
 import lln.instruments.inspect
+import lln.matching.calibration
 import lln.report.demo
 import lln.report.demo_training
 import lln.report.figures
@@ -95,11 +95,11 @@ def test_an_interrupt_inside_a_part_writes_the_rows_so_far(small_demo, tmp_path)
 
 
 def test_calibrate_explains(monkeypatch):
-    monkeypatch.setattr(lln.calibration, "DRAWS", 1)
-    monkeypatch.setattr(lln.calibration, "FIT_ENDS", (19.0,))
-    monkeypatch.setattr(lln.calibration, "ERROR_HEAD_DIMS", (8,))
-    monkeypatch.setattr(lln.calibration, "ERROR_VARIANCES", (1.0,))
-    monkeypatch.setattr(lln.calibration, "ERROR_DRAWS", 1)
+    monkeypatch.setattr(lln.matching.calibration, "DRAWS", 1)
+    monkeypatch.setattr(lln.matching.calibration, "FIT_ENDS", (19.0,))
+    monkeypatch.setattr(lln.matching.calibration, "ERROR_HEAD_DIMS", (8,))
+    monkeypatch.setattr(lln.matching.calibration, "ERROR_VARIANCES", (1.0,))
+    monkeypatch.setattr(lln.matching.calibration, "ERROR_DRAWS", 1)
     done = run("calibrate", "--explain-only")
     assert done.exit_code == 0, done.output
     for text in ("0.14855", "-0.35487", "published", "variance", "entropy", "linear"):
@@ -108,14 +108,14 @@ def test_calibrate_explains(monkeypatch):
 
 def test_calibrate_says_whether_the_table_is_the_shipped_one(monkeypatch, tmp_path):
     for name, value in (("FIT_ENDS", ()), ("ERROR_HEAD_DIMS", ())):
-        monkeypatch.setattr(lln.calibration, name, value)
-    from lln.curves import TABLE, TABLE_PATH
+        monkeypatch.setattr(lln.matching.calibration, name, value)
+    from lln.matching.curves import TABLE, TABLE_PATH
 
-    monkeypatch.setattr(lln.calibration, "calibrate", lambda on_step: TABLE)
+    monkeypatch.setattr(lln.matching.calibration, "calibrate", lambda on_step: TABLE)
     done = run("calibrate", "--out", str(tmp_path / "curves.json"))
     assert "identical" in done.output
     assert (tmp_path / "curves.json").read_text() == TABLE_PATH.read_text()
-    monkeypatch.setattr(lln.calibration, "calibrate", lambda on_step: TABLE | {"seed": 1})
+    monkeypatch.setattr(lln.matching.calibration, "calibrate", lambda on_step: TABLE | {"seed": 1})
     assert "not the shipped one" in " ".join(run("calibrate").output.split())
 
 

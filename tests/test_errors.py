@@ -111,6 +111,41 @@ def test_unknown_options_are_not_swallowed():
             lln.lln_attention(good(), good(), good(), **option)
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("lln_attention", {"block_size": 32}),
+        ("lln_attention", {"near": "window"}),
+        ("block_diagonal_attention", {"alpha": 1.0}),
+        ("block_diagonal_attention", {"form": "unbiased"}),
+        ("block_diagonal_attention", {"matching": "entropy"}),
+        ("block_diagonal_attention", {"query_padding_mask": torch.ones(B, N, dtype=torch.bool)}),
+        ("lln_diag_attention", {"query_padding_mask": torch.ones(B, N, dtype=torch.bool)}),
+    ],
+    ids=str,
+)
+def test_options_of_another_attention_are_refused(name, option):
+    with pytest.raises(TypeError, match=f"{name} has no option {next(iter(option))}; its options are: .*is_causal"):
+        getattr(lln, name)(good(), good(), good(), **option)
+
+
+@pytest.mark.parametrize("name", ["block_diagonal_attention", "lln_diag_attention"])
+def test_near_cannot_be_left_empty(name):
+    with pytest.raises(ValueError, match="near must be one of"):
+        getattr(lln, name)(good(), good(), good(), near=None)
+
+
+def test_a_state_without_neighbours_has_no_window():
+    with pytest.raises(ValueError, match="give block_size="):
+        lln.LLNState.empty(B, H, D, near="window")
+
+
+@pytest.mark.parametrize("option", [{"is_casual": True}, {"near": "window"}, {"form": "unbiased"}], ids=str)
+def test_a_softmax_matrix_refuses_other_options(option):
+    with pytest.raises(TypeError, match=next(iter(option))):
+        lln.attention_matrix(good(), good(), kind="softmax", **option)
+
+
 def test_matrix_and_moments():
     with pytest.raises(ValueError, match="kind must be one of"):
         lln.attention_matrix(good(), good(), kind="linear")
@@ -120,3 +155,14 @@ def test_matrix_and_moments():
         lln.match_moments(good(), good(), matching="none")
     with pytest.raises(ValueError, match="leave query_padding_mask out"):
         lln.match_moments(good(), good(), is_causal=True, query_padding_mask=torch.tensor([6, 6]))
+
+
+@pytest.mark.parametrize("kind", ["lln", "softmax"])
+def test_a_block_size_without_blocks_is_refused(kind):
+    with pytest.raises(ValueError, match="block_size belongs"):
+        lln.attention_matrix(torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8), kind=kind, block_size=3)
+
+
+def test_key_heads_of_a_state_must_divide_its_heads():
+    with pytest.raises(ValueError, match="multiple of key_heads=3"):
+        lln.LLNState.empty(1, 2, 8, key_heads=3, block_size=4)

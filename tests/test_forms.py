@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck
 
 from lln import reference
-from lln.curves import FORMS, matched_spread
+from lln.matching.curves import FORMS, matched_spread
 
 NEW_FORMS = ["unbiased", "decomposed"]
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import lln
 from lln import reference
-from lln.curves import PUBLISHED_A, PUBLISHED_B
+from lln.matching.curves import PUBLISHED_A, PUBLISHED_B
 
 FUNCTIONS = ["lln_attention", "block_diagonal_attention", "lln_diag_attention"]
 LENGTHS = [1, 2, 63, 64, 65, 130, 500]
@@ -286,8 +286,8 @@ def test_block_of_any_size_with_softmax_as_the_limit(tokens):
 
 def test_long_sequences_pass_in_pieces(tokens, monkeypatch):
     """Nothing changes where a sequence is cut into pieces, also at whole pieces and one token more."""
-    from lln import moments
     from lln.backends.torch.blocks import block_diagonal_attention
+    from lln.matching import moments
 
     for N in (32, 33, 100):
         inputs = tokens(N=N, H=2)
@@ -306,3 +306,21 @@ def test_long_sequences_pass_in_pieces(tokens, monkeypatch):
         torch.testing.assert_close(cut, lln.block_diagonal_attention(*inputs, block_size=16))
         for x, y in zip(whole, pieces, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["block_diagonal", "softmax", "lln_diag"])
+def test_matrices_of_packed_sequences(tokens, kind):
+    q, k, _ = tokens(B=1, H=2, N=9, D=4)
+    matrix = lln.attention_matrix(q, k, kind=kind, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
+    assert not matrix[..., :4, 4:].any()
+    assert not matrix[..., 4:, :4].any()
+    part = lln.attention_matrix(q[:, :, 4:], k[:, :, 4:], kind=kind)
+    torch.testing.assert_close(matrix[..., 4:, 4:], part)
+
+
+def test_a_matrix_of_windows(tokens):
+    q, k, _ = tokens(B=1, H=2, N=9, D=4)
+    options = {"kind": "block_diagonal", "near": "window", "block_size": 3}
+    matrix = lln.attention_matrix(q, k, **options)
+    torch.testing.assert_close(matrix, reference.attention_matrix(q, k, **options))
+    torch.testing.assert_close(matrix.ne(0), torch.ones(9, 9).tril(1).triu(-1).bool().expand_as(matrix))

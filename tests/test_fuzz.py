@@ -101,6 +101,8 @@ class Case:
             if draw.random() < 0.3:
                 self.options |= {"alpha": draw.uniform(0.2, 3), "beta": draw.uniform(0.2, 3)}
             self._draw_form(draw, key_heads * groups, key_heads, D)
+            if draw.random() < 0.2:
+                self.options["key_weight"] = torch.randn(1, draw.choice([1, key_heads * groups]), M)
         self.shapes = (B, key_heads * groups, N, D), (B, key_heads, M, D), (B, key_heads, M, V)
         self.layouts = [draw.choice([*LAYOUTS, *[DENSE] * len(LAYOUTS)]) for _ in self.shapes]
         self.bases = [
@@ -170,6 +172,8 @@ class Case:
             options = dict(self.options)
             if "centers" in options:
                 options["centers"] = tuple(x.to(dtype) for x in options["centers"])
+            if "key_weight" in options and dtype is torch.float64:
+                options["key_weight"] = options["key_weight"].double()
             output: Tensor = getattr(module, self.name)(*inputs, **options)
             return output
 
@@ -231,6 +235,7 @@ def test_the_cases_cover_what_they_should():
     for option, values in OPTIONS.items():
         assert {case.options.get(option) for case in cases} >= values
     assert sum("cu_seqlens" in case.options for case in cases) > 10
+    assert {case.options.get("form") for case in cases if "key_weight" in case.options} >= OPTIONS["form"]
     assert sum(case.odd_token is not None for case in cases) > 5
     assert sum(bool((case.bases[1].abs() > 100).any()) for case in cases) > 5
     assert os.environ.get("LLN_BACKEND", "") != "torch"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import lln
-from lln import calibration, curves, reference
-from lln.moments import lln_temperature, measure_moments, softmax_temperature
+from lln import reference
+from lln.matching import calibration, curves
+from lln.matching.moments import lln_temperature, measure_moments, softmax_temperature
 
 
 def gaussian(variance, head_dim, *, tokens=1024, draws=8, seed=7):

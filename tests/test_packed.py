@@ -60,6 +60,55 @@ def test_no_value_crosses_a_border(tokens, call, lengths, noise):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("form", ["paper", "unbiased", "decomposed"])
+@pytest.mark.parametrize("lengths", [[5, 1, 0, 17, 3], [140, 200, 7], [8, 8, 8]], ids=str)
+def test_forms_leave_nan_where_it_is(tokens, form, lengths):
+    starts = starts_of(lengths)
+    clean = tokens(B=1, N=int(starts[-1]), dtype=torch.float32)
+    own = slice(int(starts[1]), int(starts[2]))  # the second sequence
+    results = []
+    for noise in (0.5, torch.nan):
+        leaves = [torch.full_like(x, noise) for x in clean]
+        for x, y in zip(leaves, clean, strict=True):
+            x[:, :, own] = y[:, :, own]
+            x.requires_grad_()
+        output = lln.lln_diag_attention(*leaves, cu_seqlens=starts, form=form, block_size=4)[:, :, own]
+        output.square().sum().backward()
+        results.append([output, *(x.grad[:, :, own] for x in leaves)])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("token_first", [False, True], ids=["heads first", "tokens first"])
+@pytest.mark.parametrize("lengths", [[130, 5, 200, 6, 1], [16, 16]], ids=str)
+def test_memory_order_is_kept(tokens, token_first, lengths):
+    """As the layers of a model lay out heads, so that they are joined without a copy; and so are gradients."""
+    starts = starts_of(lengths)
+    inputs = [x.detach() for x in tokens(B=1, N=int(starts[-1]), dtype=torch.float32)]
+    if token_first:
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    leaves = [x.requires_grad_() for x in inputs]
+    output = lln.lln_attention(*leaves, cu_seqlens=starts.long()[:, None].expand(-1, 2)[:, 0])
+    expected = lln.lln_attention(*(x.contiguous() for x in leaves), cu_seqlens=starts)
+    torch.testing.assert_close(output, expected)
+    for x in (output, *torch.autograd.grad(output.sum(), leaves)):
+        assert (x.stride(1) < x.stride(2)) == token_first
+
+
+def test_a_graph_breaks_at_packed_sequences(tokens):
+    inputs, starts = tokens(B=1, N=20, dtype=torch.float32), torch.tensor([0, 5, 20])
+
+    def double(query, key, value, starts):
+        return 2 * lln.lln_attention(query, key, value, cu_seqlens=starts)
+
+    expected = double(*inputs, starts)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(double, backend="eager")(*inputs, starts), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="without fullgraph=True"):
+        torch.compile(double, backend="eager", fullgraph=True)(*inputs, starts)
+
+
 def test_scales_and_centers_of_packed_sequences(tokens):
     q, k, v = tokens(B=1, H=2, N=30, D=8)
     starts = starts_of([12, 18])
@@ -79,6 +128,7 @@ WRONG = {
     "start": (torch.tensor([1, 8]), ValueError, "from 0 to the 8 tokens"),
     "falling": (torch.tensor([0, 6, 4, 8]), ValueError, "from 0 to the 8 tokens"),
     "empty": (torch.tensor([], dtype=torch.int32), ValueError, "from 0 to the 8 tokens"),
+    "device": (torch.tensor([0, 8], device="meta"), ValueError, "cu_seqlens is on meta and query on cpu"),
 }
 
 
@@ -119,3 +169,10 @@ def test_masks_and_batches_beside_sequences_are_refused(tokens):
         lln.lln_attention(*tokens(B=2, N=8), cu_seqlens=starts)
     with pytest.raises(ValueError, match="as many queries as keys"):
         lln.lln_attention(*tokens(B=1, N=8, M=5), cu_seqlens=starts)
+
+
+def test_running_statistics_are_not_tracked_over_packed_sequences(tokens):
+    module, inputs, starts = lln.LLNAttention(4, 16, statistics="running"), tokens(B=1, N=8), torch.tensor([0, 3, 8])
+    with pytest.raises(ValueError, match='use statistics="live"'):
+        module(*inputs, cu_seqlens=starts)
+    module.eval()(*inputs, cu_seqlens=starts)

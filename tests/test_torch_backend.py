@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from lln import moments, reference
+from lln import reference
 from lln.backends.torch.blocks import block_diagonal_attention
 from lln.backends.torch.causal import _segment, _segment_gradients, causal_attention
 from lln.backends.torch.full import full_attention
 from lln.backends.torch.summary import KeySummary, empty_summary
+from lln.matching import moments
 
 KINDS = ["full", "causal", "blocks", "blocks-causal"]
 

@@ -233,3 +233,20 @@ print(peak_bytes() - before - output.nbytes)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 200e6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("form", ["paper", "unbiased", "decomposed"])
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "apart"])
+def test_gradients_with_a_graph_are_those_without(form, dtype, is_shared):
+    """Also where inputs are one tensor, or depend on each other, as the weights of keys do on keys in some forms."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 1, 2, 10, 8, dtype=dtype)
+    x.requires_grad_()
+    inputs = (x, x, x * x) if is_shared else (y, x, y)
+    loss = lln.lln_diag_attention(*inputs, form=form, key_weight=x.mean(dim=-1), block_size=4).pow(3).sum()
+    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (found,) = torch.autograd.grad(loss, x, create_graph=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    (batched,) = torch.autograd.grad(loss, x, torch.ones(1, dtype=dtype), is_grads_batched=True)
+    torch.testing.assert_close(batched[0], expected, rtol=1e-4, atol=1e-5)

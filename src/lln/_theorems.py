@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln import reference
-from lln.curves import Form
+from lln.matching.curves import Form
 
 # Rounding of float64 in sums over a few thousand terms; both sides of an identity must agree to this.
 RELATIVE, ABSOLUTE = 1e-8, 1e-12

@@ -20,7 +20,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor | None = None, *, sam
 
     `same_length` names who needs N = M, for the error message.
     """
-    tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    tensors = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -33,23 +33,25 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor | None = None, *, sam
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert with .float()"
             )
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name} is {x.dtype} but query is {query.dtype}; convert them to one dtype")
-        if x.device != query.device:
-            raise ValueError(f"{name} is on {x.device} but query is on {query.device}; move them to one device")
-        if x.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} has batch {x.shape[0]} but query has batch {query.shape[0]}: {_shapes(tensors)}")
-    if query.shape[-1] == 0 or query.shape[1] == 0 or key.shape[1] == 0:
+        if x is query:
+            dtype, device, (batch, heads, queries, features) = x.dtype, x.device, x.shape
+            continue
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype} but query is {dtype}; convert them to one dtype")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device} but query is on {device}; move them to one device")
+        if x.shape[0] != batch:
+            raise ValueError(f"{name} has batch {x.shape[0]} but query has batch {batch}: {_shapes(tensors)}")
+    _, key_heads, keys, key_features = key.shape
+    if features == 0 or heads == 0 or key_heads == 0:
         raise ValueError(f"at least one head and one feature are needed: {_shapes(tensors)}")
-    if query.shape[-1] != key.shape[-1]:
+    if features != key_features:
         raise ValueError(f"query and key must have the same number of features: {_shapes(tensors)}")
-    if query.shape[1] % key.shape[1] != 0:
-        raise ValueError(
-            f"the {query.shape[1]} query heads must be a multiple of the {key.shape[1]} key heads: {_shapes(tensors)}"
-        )
-    if value is not None and value.shape[1:3] != key.shape[1:3]:
+    if heads % key_heads != 0:
+        raise ValueError(f"the {heads} query heads must be a multiple of the {key_heads} key heads: {_shapes(tensors)}")
+    if value is not None and value.shape[1:3] != (key_heads, keys):
         raise ValueError(f"key and value must have the same heads and tokens: {_shapes(tensors)}")
-    if same_length is not None and query.shape[2] != key.shape[2]:
+    if same_length is not None and queries != keys:
         raise ValueError(
             f"{same_length} needs as many queries as keys, got {_shapes(tensors)}; "
             "for cross attention use lln_attention with is_causal=False"

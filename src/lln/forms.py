@@ -34,7 +34,8 @@ def in_paper_form(problem: Problem) -> Problem:
     groups = problem.query.shape[1] // problem.key.shape[1]
     key = problem.key if groups == 1 else problem.key.repeat_interleave(groups, dim=1)
     weight = -torch.logsumexp(key.to(beta.dtype) * beta[..., None], dim=-1)
-    weight = weight if column is None else weight + column
+    for given in (column, problem.key_weight):
+        weight = weight if given is None else weight + given
     return replace(problem, form="paper", alpha=alpha, beta=beta, key_weight=weight)
 
 

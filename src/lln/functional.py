@@ -18,18 +18,18 @@ from torch import Tensor
 
 from lln.backends import attention
 from lln.checks import check_choice, check_inputs
-from lln.curves import Form, Matching
 from lln.forms import centered
-from lln.moments import Scope
+from lln.matching.curves import Form, Matching
+from lln.matching.moments import Scope
 from lln.packed import attend_packed
 from lln.problem import (
+    NEARS,
     Centers,
     FarOptions,
     NearOptions,
     Options,
     Problem,
     QueryOptions,
-    TokenOptions,
     autocast_like_sdpa,
     with_signature,
 )
@@ -57,6 +57,12 @@ def lln_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Q
             gradients.
         matching: "variance", "entropy" or "linear", see `lln.match_moments`.
         scope: "sample" or "batch", see `lln.match_moments`.
+        form: "paper", "unbiased" or "decomposed", see `lln.forms`.
+        centers: m_q and m_k of the decomposed form, (H, D) or (B, H, D) and (H_k, D) or (B, H_k, D); by default means
+            of the sample.
+        key_weight: log-weights of the keys, (B, H, M) with 1 in place of B or H where they share them: added to all
+            features of beta k, and not part of what is matched. They must be finite (`key_padding_mask` hides keys)
+            and may require gradients.
 
     Returns:
         (B, H, N, Dv) in the dtype of the input.
@@ -81,6 +87,7 @@ def lln_diag_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unp
     """The paper's layer (figure 3): the average of LLN attention, for what is far, and block-diagonal attention, for
     what is near. Options as in `lln_attention` and `block_diagonal_attention`; needs N = M.
     """
+    check_choice("near", options.get("near", "blocks"), NEARS)  # None would leave LLN attention alone
     return autocast_like_sdpa(_attend, query, key, value, **{"near": "blocks", **options}, far=True)
 
 
@@ -102,21 +109,20 @@ def attention_matrix(
     check_inputs(query, key)
     identity = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:3], key.shape[2])
     blocks: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
+    if block_size is not None and kind in ("lln", "softmax"):
+        raise ValueError(f"block_size belongs to attention among neighbours, not to kind={kind!r}; leave it out")
     if kind == "lln":
         return lln_attention(query, key, identity, **options)
     if kind == "lln_diag":
         return lln_diag_attention(query, key, identity, **blocks, **options)
     if options.get("alpha") is not None or options.get("beta") is not None:
         raise ValueError(f"alpha and beta belong to LLN attention, not to kind={kind!r}; leave them out")
-    tokens: TokenOptions = {
-        "key_padding_mask": options.get("key_padding_mask"),
-        "is_causal": options.get("is_causal", False),
-    }
+    given: Any = {name: x for name, x in options.items() if name not in ("alpha", "beta")}
     if kind == "block_diagonal":
-        return block_diagonal_attention(query, key, identity, **blocks, **tokens)
+        return block_diagonal_attention(query, key, identity, **blocks, **given)
     from lln.reference import softmax_attention
 
-    return softmax_attention(query, key, identity, **tokens)
+    return softmax_attention(query, key, identity, **given)
 
 
 def match_moments(
@@ -134,7 +140,8 @@ def match_moments(
     """alpha and beta for LLN attention that behaves like softmax attention on this query and key (eq. 10).
 
     Constant queries or keys get 0, one token or scores without variance give s = 0 (`linear`: s² = -b/a): uniform
-    attention, which is what softmax does with them. Scores of huge variance count as `lln.curves.MAX_SCORE_VARIANCE`.
+    attention, which is what softmax does with them. Scores of huge variance count as
+    `lln.matching.curves.MAX_SCORE_VARIANCE`.
 
     Args:
         query, key, key_padding_mask, query_padding_mask, is_causal, form, centers: as in `lln_attention`.

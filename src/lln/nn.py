@@ -1,52 +1,27 @@
 """Modules: LLN attention, alone and with its companion, on (query, key, value)."""
 
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Unpack, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lln.backends.torch.summary import repeat_heads
 from lln.checks import check_at_least, check_block_size, check_choice, check_scale
-from lln.curves import FORMS, MATCHINGS, Form, Matching
+from lln.features import HeadFeatures
 from lln.forms import token_mean
 from lln.functional import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.masks import read_paddings
-from lln.moments import SCOPES, Moments, Scope, measure_moments
+from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
+from lln.matching.moments import SCOPES, Moments, Scope, measure_moments
+from lln.mechanism import Combine, JoinedBranches, Mechanism
+from lln.precision import accumulator
 from lln.problem import NEARS, Centers, Near, QueryOptions
 from lln.state import LLNState
 
-Statistics = Literal["live", "running"]
-Combine = Literal["average", "ratio", "scale"]
+Statistics = Literal["live", "running", "learned"]
 RUNNING = ("sigma_q", "sigma_k", "row_variance", "num_keys")
 CENTERS = ("center_q", "center_k")
-
-
-class Mechanism(nn.Module):
-    """Base of all attention modules on (query, key, value), those of this file and those of `lln.zoo`.
-
-    A mechanism says itself what the rest of the library may do with it: whether it takes grouped heads as they are,
-    what a state of it is, and what an instrument may read.
-    """
-
-    takes_grouped_heads: ClassVar[bool] = False  # or else keys and values are repeated for it
-    record: ClassVar[Any]  # what `lln.zoo` knows about it
-    num_heads: int
-    head_dim: int
-
-    def init_state(
-        self, batch: int, *, key_heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> LLNState | None:
-        """The state before the first token, for generation; None: the mechanism has no state of constant size."""
-        return None
-
-    def join(self, far: Tensor, near: Tensor) -> Tensor:
-        """The output from those of the two branches of a state."""
-        return (far + near) / 2
-
-    def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
-        """The options of `lln.attention_matrix` that give this attention; None: it is not one of its kinds."""
-        return None
 
 
 class LLNAttention(Mechanism):
@@ -59,6 +34,10 @@ class LLNAttention(Mechanism):
       head are kept (`momentum`), and from those averages in evaluation. A sequence is then encoded with the same alpha
       and beta however it is split, and generation needs no statistics. Before the first training step the averages are
       those of a standard Gaussian. Under data parallelism each process keeps its own, as BatchNorm's do.
+
+    - `statistics="learned"`: from none. Scales and centres of each head are parameters, and with `projection` so are
+      the features that queries and keys are mapped to, with `signed` each of them and its negative: see
+      `lln.features`. `lln.linearize` finds them for a pretrained model.
 
     `form="decomposed"` has centres too: means of each sample, or with `statistics="running"` moving averages of them in
     evaluation, and in causal attention always. `num_key_heads` is then needed where there are fewer key heads.
@@ -87,6 +66,8 @@ class LLNAttention(Mechanism):
         alpha: float | None = None,
         beta: float | None = None,
         num_key_heads: int | None = None,
+        projection: bool = False,
+        signed: bool = False,
     ) -> None:
         super().__init__()
         check_choice("matching", matching, MATCHINGS)
@@ -111,6 +92,14 @@ class LLNAttention(Mechanism):
         self.form: Form = form
         self.statistics: Statistics = statistics
         self.momentum, self.alpha, self.beta = momentum, alpha, beta
+        if (projection or signed) and statistics != "learned":
+            raise ValueError(f'projection and signed are for statistics="learned", got {statistics!r}')
+        self.features: HeadFeatures | None = None
+        if statistics == "learned":
+            if alpha is not None or beta is not None:
+                raise ValueError('with statistics="learned" alpha and beta are parameters; leave them out')
+            options: dict[str, Any] = {"form": form, "projection": projection, "signed": signed}
+            self.features = HeadFeatures(num_heads, head_dim, num_key_heads=num_key_heads, **options)
         if statistics == "running":
             for name in RUNNING:
                 self.register_buffer(name, torch.ones(num_heads))
@@ -127,14 +116,50 @@ class LLNAttention(Mechanism):
             query, key, value: as in `lln.lln_attention`.
             **tokens: `key_padding_mask`, `query_padding_mask`, `cu_seqlens` and `is_causal`.
         """
-        return lln_attention(query, key, value, **self._options(query, key, tokens))
+        return self._far(query, key, value, tokens)
+
+    def _far(self, query: Tensor, key: Tensor, value: Tensor, tokens: Any) -> Tensor:
+        """LLN attention."""
+        if self.features is None:
+            return lln_attention(query, key, value, **self._options(query, key, tokens))
+        self._check(query, tokens)
+        masks = (tokens.get(name) for name in ("key_padding_mask", "query_padding_mask"))
+        a, b, weight = self._features(query, key, *read_paddings(query, key, *masks))
+        options: dict[str, Any] = {"alpha": 1.0, "beta": 1.0, "form": "paper" if self.form == "paper" else "unbiased"}
+        return lln_attention(a, b, value.to(a.dtype), **tokens, **options, key_weight=weight).to(value.dtype)
+
+    def _features(
+        self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert self.features is not None
+        dtype = accumulator(query.dtype)
+        features: tuple[Tensor, Tensor, Tensor | None] = self.features(
+            query.to(dtype), key.to(dtype), keep_query, keep_key
+        )
+        return features
+
+    def far_inputs(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return (query, key, None) if self.features is None else self._features(query, key)
+
+    def log_features(
+        self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        if self.features is None:
+            return None
+        a, b, weight = self._features(query, key, keep_query, keep_key)
+        if self.form != "paper":
+            b = b - b.logsumexp(dim=-1, keepdim=True)
+        b = repeat_heads(b, query.shape[1] // key.shape[1])
+        return a, b if weight is None else b + weight[..., None]
 
     def _options(self, query: Tensor, key: Tensor, tokens: Any) -> dict[str, Any]:
         """The options of `lln.lln_attention` for these tokens; while training this updates the running averages."""
-        self._check_heads(query)
-        unknown = tokens.keys() - {"key_padding_mask", "query_padding_mask", "cu_seqlens", "is_causal"}
-        if unknown:
-            raise TypeError(f"{type(self).__name__} was not built to be called with {', '.join(sorted(unknown))}")
+        self._check(query, tokens)
+        if tokens.get("cu_seqlens") is not None and self.training and self.statistics == "running":
+            raise ValueError(
+                'statistics="running" are averages over samples, which packed sequences (cu_seqlens) are not; while '
+                'training pad the sequences, or use statistics="live"'
+            )
         masks = {name: tokens.get(name) for name in ("key_padding_mask", "query_padding_mask")}
         alpha, beta = self.scales(query, key, **masks)
         options: dict[str, Any] = {"alpha": alpha, "beta": beta, "matching": self.matching, "scope": self.scope}
@@ -142,6 +167,12 @@ class LLNAttention(Mechanism):
             options["form"] = self.form
             options["centers"] = self.centers(is_causal=tokens.get("is_causal", False))
         return {**tokens, **options}
+
+    def _check(self, query: Tensor, tokens: Any) -> None:
+        self._check_heads(query)
+        unknown = tokens.keys() - {"key_padding_mask", "query_padding_mask", "cu_seqlens", "is_causal"}
+        if unknown:
+            raise TypeError(f"{type(self).__name__} was not built to be called with {', '.join(sorted(unknown))}")
 
     def scales(
         self,
@@ -209,7 +240,24 @@ class LLNAttention(Mechanism):
     def init_state(
         self, batch: int, *, key_heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
     ) -> LLNState | None:
-        if self.form != "paper":
+        if self.features is not None:
+            near = self._near_options()
+            near |= {"near_dim": self.head_dim} if near else {}
+            return LLNState.empty(
+                batch,
+                self.num_heads,
+                self.features.num_features,
+                value_dim,
+                key_heads=key_heads,
+                alpha=1.0,
+                beta=1.0,
+                form="paper" if self.form == "paper" else "unbiased",
+                dtype=dtype,
+                device=device,
+                **near,
+            )
+        centers = self.centers(is_causal=True)
+        if self.form == "decomposed" and centers is None:  # means of a sample depend on later tokens
             return None
         like = torch.empty(batch, self.num_heads, 0, self.head_dim, dtype=dtype, device=device)
         alpha, beta = (self.alpha, self.beta) if self.training else self.scales(like, like)
@@ -222,11 +270,20 @@ class LLNAttention(Mechanism):
             alpha=alpha,
             beta=beta,
             matching=self.matching,
+            form=self.form,
+            centers=None if centers is None else (centers[0].to(device), centers[1].to(device)),
             dtype=dtype,
             device=device,
+            **self._near_options(),
         )
 
+    def _near_options(self) -> dict[str, Any]:
+        """The options of a state that are those of softmax attention among neighbours."""
+        return {}
+
     def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
+        if self.features is not None:
+            return None
         # While training `scales` would update the running averages.
         alpha, beta = (self.alpha, self.beta) if self.training else self.scales(query, key)
         options: dict[str, Any] = {"kind": "lln", "matching": self.matching, "scope": self.scope, "form": self.form}
@@ -247,39 +304,6 @@ class LLNAttention(Mechanism):
             f"{self.num_heads}, {self.head_dim}, matching={self.matching!r}, scope={self.scope!r}, "
             f"form={self.form!r}, statistics={self.statistics!r}{given}"
         )
-
-
-class JoinedBranches(nn.Module):
-    """What LLN attention says of the far and block-diagonal attention of the near, put together.
-
-    - `combine="average"`: half of each, the paper's layer;
-    - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks;
-    - `combine="scale"`: a learned factor for each branch, head and value feature.
-
-    `share` is what LLN has at first where it is learned.
-    """
-
-    def _prepare_join(self, combine: Combine, share: float, num_heads: int, value_dim: int) -> None:
-        check_choice("combine", combine, get_args(Combine))
-        if not 0.0 < share < 1.0:
-            raise ValueError(f"share must be between 0 and 1, got {share}")
-        if combine == "average" and share != 0.5:
-            raise ValueError(f'an average has a share of 0.5, got {share}; use combine="ratio" or "scale"')
-        self.combine: Combine = combine
-        if combine == "ratio":
-            self.ratio_logit = nn.Parameter(torch.full((num_heads,), math.log(share / (1 - share))))
-        elif combine == "scale":
-            self.far_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), share))
-            self.near_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), 1 - share))
-
-    def join(self, far: Tensor, near: Tensor) -> Tensor:
-        """The output from those of the two branches."""
-        if self.combine == "average":
-            return (far + near) / 2
-        if self.combine == "ratio":
-            share = self.ratio_logit.sigmoid().to(far.dtype)[:, None, None]
-            return share * far + (1 - share) * near
-        return self.far_scale.to(far.dtype) * far + self.near_scale.to(far.dtype) * near
 
 
 class LLNDiagAttention(JoinedBranches, LLNAttention):
@@ -308,6 +332,8 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         alpha: float | None = None,
         beta: float | None = None,
         num_key_heads: int | None = None,
+        projection: bool = False,
+        signed: bool = False,
     ) -> None:
         super().__init__(
             num_heads,
@@ -320,34 +346,30 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
             alpha=alpha,
             beta=beta,
             num_key_heads=num_key_heads,
+            projection=projection,
+            signed=signed,
         )
         check_block_size(block_size)
         check_choice("near", near, NEARS)
         self.block_size = block_size
         self.near: Near = near
-        self._prepare_join(combine, share, num_heads, value_dim or head_dim)
+        self._prepare_join(combine, share, num_heads, head_dim, value_dim or head_dim)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[QueryOptions]) -> Tensor:
-        near: dict[str, Any] = {"block_size": self.block_size, "near": self.near}
-        options = self._options(query, key, tokens)
-        if self.combine == "average" and tokens.get("query_padding_mask") is None:  # one call, which a backend fuses
+        near = self._near_options()
+        is_average = self.combine == "average" and self.branches == "both" and self.features is None
+        if is_average and tokens.get("query_padding_mask") is None:  # one call, which a backend fuses
+            options = self._options(query, key, tokens)
             options.pop("query_padding_mask", None)
             return lln_diag_attention(query, key, value, **near, **options)
         for name in ("key_padding_mask", "cu_seqlens", "is_causal"):
             if name in tokens:
                 near[name] = tokens.get(name)
-        far = lln_attention(query, key, value, **options)
-        return self.join(far, block_diagonal_attention(query, key, value, **near))
+        far = self._far(query, key, value, tokens)
+        return self.join(far, block_diagonal_attention(query, key, value, **near), query)
 
-    def init_state(
-        self, batch: int, *, key_heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> LLNState | None:
-        shape: dict[str, Any] = {"key_heads": key_heads, "value_dim": value_dim, "dtype": dtype, "device": device}
-        far = super().init_state(batch, **shape)
-        if far is None or self.near == "window":
-            return None
-        options: dict[str, Any] = {"alpha": far.alpha, "beta": far.beta, "matching": self.matching}
-        return LLNState.empty(batch, self.num_heads, self.head_dim, **shape, **options, block_size=self.block_size)
+    def _near_options(self) -> dict[str, Any]:
+        return {"block_size": self.block_size, "near": self.near}
 
     def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
         far = super().recorded_options(query, key)

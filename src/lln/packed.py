@@ -1,9 +1,12 @@
 """Packed sequences: several, one after the other, in a batch of 1, as flash-attention's varlen functions have it.
 
-`cu_seqlens` (sequences + 1,) says where each starts and where the last ends. Sequences of similar length become the
-samples of one padded batch, of which no sample is more than half padding, so that everything that is done per sample,
-statistics, blocks, windows and causal attention, is done per sequence, by any backend. Sequences of equal
-length need no copy.
+`cu_seqlens` (sequences + 1,) says where each starts and where the last ends. Every sequence becomes a sample, so that
+everything that is done per sample, statistics, blocks, windows and causal attention, is done per sequence, by any
+backend and any mechanism:
+
+- sequences of equal length are the samples of one batch, which is a view of the tokens;
+- on a CPU a long sequence is a call of its own, without a copy and without padding;
+- others of similar length are the samples of one padded batch, of which no sample is more than half padding.
 """
 
 from collections.abc import Callable
@@ -14,9 +17,13 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_inputs, check_scale
-from lln.problem import read_centers
+from lln.problem import read_centers, read_key_weight
 
 INTEGERS = (torch.int32, torch.int64)
+# From here on a call on a CPU costs less than what padding adds.
+LONG = 128
+MASKS = ("key_padding_mask", "query_padding_mask")
+PER_TOKEN = ("alpha", "beta", "key_weight")
 
 
 def attend_packed(
@@ -27,18 +34,33 @@ def attend_packed(
     Args:
         attend: attention of a batch, with `key_padding_mask` among its options.
         query, key, value: (1, heads, total, features).
-        cu_seqlens: int32 or int64, from 0 to total, not decreasing.
+        cu_seqlens: int32 or int64, from 0 to total, not decreasing; on the CPU or on the device of the query.
         **options: of the attention; alpha and beta may differ between the tokens.
 
     Raises:
         TypeError, ValueError: the sequences do not fit the tokens, or a mask is given beside them.
     """
+    output: Tensor = _attend_packed(attend, query, key, value, cu_seqlens, options)
+    return output
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]
+    reason="the lengths of packed sequences (cu_seqlens) decide which calls are made, so they are no part of a graph: "
+    "compile without fullgraph=True, or pad the sequences and pass key_padding_mask"
+)
+def _attend_packed(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
     check_inputs(query, key, value, same_length="cu_seqlens")
     starts = _read_starts(cu_seqlens, query)
-    for name in ("key_padding_mask", "query_padding_mask"):
-        if options.get(name) is not None:
+    for name in MASKS:
+        if options.pop(name, None) is not None:
             raise ValueError(f"cu_seqlens says where sequences end, so there is no padding; leave {name} out")
-    options = {name: x for name, x in options.items() if name not in ("key_padding_mask", "query_padding_mask")}
     if options.get("scope") == "batch":
         raise ValueError('scope="batch" takes statistics over all sequences; with cu_seqlens use scope="sample"')
     for name in ("alpha", "beta"):
@@ -46,30 +68,35 @@ def attend_packed(
     if options.get("far", True):
         form, causal = options.get("form", "paper"), options.get("is_causal", False)
         read_centers(options.get("centers"), query, key, form=form, is_causal=causal)
-    if query.shape[2] == 0:
-        return attend(query, key, value, **_given(options))
-    options["centers"] = _without_batch(options.get("centers"))
+    if options.get("key_weight") is not None:
+        read_key_weight(options["key_weight"], query, key, far=options.get("far", True))
+    options = {n: x if n == "key_weight" else _without_batch(x) for n, x in options.items() if x is not None}
+    # What has tokens is cut into sequences: the scales that differ between tokens are (1, H, total, 1) here.
+    scales = {name: x[..., None] for name, x in options.items() if name in PER_TOKEN and _is_of_tokens(x)}
+    options = {name: x for name, x in options.items() if name not in scales}
+
+    def run(tokens: list[Tensor], **padding: Tensor) -> Tensor:
+        own = {name: x[..., 0] for name, x in zip(scales, tokens[3:], strict=True)}
+        return attend(*tokens[:3], **own, **options, **padding)
+
+    cut = [query, key, value, *scales.values()]
     lengths = [end - start for start, end in pairwise(starts)]
-    if lengths and min(lengths) == max(lengths) > 0:
-        tokens = [_split(x, len(lengths)) for x in (query, key, value)]
-        own = {x: _split_scale(options.get(x), len(lengths)) for x in ("alpha", "beta")}
-        return _joined(attend(*tokens, **_given(options | own)))
-    outputs = [query.new_empty(*query.shape[:2], 0, value.shape[3])]
-    places: list[int] = []
-    for group in _groups(lengths):
-        longest = max(lengths[i] for i in group)
-        first = torch.tensor([starts[i] for i in group], device=query.device)
-        sizes = torch.tensor([lengths[i] for i in group], device=query.device)
-        position = torch.arange(longest, device=query.device)
-        index = (first[:, None] + position).clamp(max=query.shape[2] - 1)
-        tokens = [x[0, :, index].transpose(0, 1) for x in (query, key, value)]  # (samples, heads, longest, features)
-        own = {x: _take_scale(options.get(x), index) for x in ("alpha", "beta")}
-        output = attend(*tokens, **_given(options | own), key_padding_mask=sizes)
-        kept = position < sizes[:, None]
-        outputs.append(output.transpose(0, 1)[:, kept][None])
-        places += [starts[i] + t for i in group for t in range(lengths[i])]
-    back = torch.tensor(places, dtype=torch.int64, device=query.device).argsort()
-    return torch.cat(outputs, dim=2).index_select(2, back)
+    if not lengths or query.shape[2] == 0:
+        return run(cut)
+    if min(lengths) == max(lengths):
+        return _as_row(run([_as_samples(x, len(lengths)) for x in cut]))
+    parts = list(zip(*(_split(x, lengths) for x in cut), strict=True))
+    outputs: dict[int, Tensor] = {}
+    for group in _groups(lengths, is_cpu=query.device.type == "cpu"):
+        if len(group) == 1:
+            outputs[group[0]] = run(list(parts[group[0]]))
+            continue
+        sizes = [lengths[i] for i in group]
+        padded = [_as_samples(_pad([parts[i][n] for i in group], max(sizes)), len(group)) for n in range(len(cut))]
+        row = _as_row(run(padded, key_padding_mask=torch.tensor(sizes, device=query.device)))
+        pieces = _split(row, [n for size in sizes for n in (size, max(sizes) - size)])
+        outputs.update(zip(group, pieces[::2], strict=True))
+    return _cat([outputs[i] for i in sorted(outputs)])
 
 
 def _read_starts(cu_seqlens: Tensor, query: Tensor) -> list[int]:
@@ -78,47 +105,69 @@ def _read_starts(cu_seqlens: Tensor, query: Tensor) -> list[int]:
         raise TypeError(f"cu_seqlens must be an int32 tensor (sequences + 1,), got {what}")
     if query.shape[0] != 1:
         raise ValueError(f"cu_seqlens is for a batch of 1 that holds all sequences, got a batch of {query.shape[0]}")
+    if cu_seqlens.device.type != "cpu" and (cu_seqlens.is_meta or cu_seqlens.device != query.device):
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device} and query on {query.device}; move cu_seqlens to the CPU, where its "
+            "values are read"
+        )
     starts: list[int] = cu_seqlens.tolist()
     if not starts or starts[0] != 0 or starts[-1] != query.shape[2] or any(x > y for x, y in pairwise(starts)):
         raise ValueError(f"cu_seqlens must rise from 0 to the {query.shape[2]} tokens, got {starts}")
     return starts
 
 
-def _groups(lengths: list[int]) -> list[list[int]]:
-    """Sequences whose lengths lie between the same powers of two; empty ones are left out."""
-    groups: dict[int, list[int]] = {}
+def _groups(lengths: list[int], *, is_cpu: bool) -> list[list[int]]:
+    """Sequences that run together: their lengths lie between the same powers of two. Empty ones are left out."""
+    groups: dict[tuple[int, int], list[int]] = {}
     for i, length in enumerate(lengths):
         if length:
-            groups.setdefault((length - 1).bit_length(), []).append(i)
-    return [groups[size] for size in sorted(groups)]
+            alone = i if is_cpu and length >= LONG else -1
+            groups.setdefault(((length - 1).bit_length(), alone), []).append(i)
+    return list(groups.values())
 
 
-def _split(x: Tensor, samples: int) -> Tensor:
-    return torch.unflatten(x[0], 1, (samples, -1)).transpose(0, 1)
+def _as_samples(row: Tensor, samples: int) -> Tensor:
+    """(1, heads, samples x tokens, features) as (samples, heads, tokens, features)."""
+    # Not row[0]: its gradient would be a tensor of zeros, filled by a copy.
+    return torch.unflatten(row.squeeze(0), 1, (samples, row.shape[2] // samples)).transpose(0, 1)
 
 
-def _joined(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).flatten(1, 2)[None]
+def _as_row(samples: Tensor) -> Tensor:
+    return samples.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
-def _split_scale(scale: Any, samples: int) -> Any:
-    is_each = isinstance(scale, Tensor) and scale.dim() == 3 and scale.shape[2] > 1
-    return _split(scale[..., None], samples)[..., 0] if is_each else _without_batch(scale)
+def _pad(parts: list[Tensor], longest: int) -> Tensor:
+    """Sequences in one row, each followed by ones up to the longest: a scale must be positive in padding too."""
+    return _cat([y for x in parts for y in (x, x.new_ones(1, x.shape[1], longest - x.shape[2], x.shape[3]))])
 
 
-def _take_scale(scale: Any, index: Tensor) -> Any:
-    is_each = isinstance(scale, Tensor) and scale.dim() == 3 and scale.shape[2] > 1
-    return scale[0, :, index].transpose(0, 1) if is_each else _without_batch(scale)
+def _has_tokens_first(x: Tensor) -> bool:
+    """Whether heads follow each other faster than tokens in memory, as in the layers of models: it stays so."""
+    return x.stride(1) < x.stride(2)
+
+
+def _split(row: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+    if _has_tokens_first(row):
+        return tuple([x.transpose(1, 2) for x in torch.split(row.transpose(1, 2), lengths, dim=1)])
+    return torch.split(row, lengths, dim=2)
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    if _has_tokens_first(parts[0]):
+        return torch.cat([x.transpose(1, 2) for x in parts], dim=1).transpose(1, 2)
+    return torch.cat(parts, dim=2)
+
+
+def _is_of_tokens(scale: Any) -> bool:
+    return isinstance(scale, Tensor) and scale.dim() == 3
 
 
 def _without_batch(x: Any) -> Any:
-    """What belongs to the one sample that there is belongs to all sequences in it."""
+    """What belongs to the one sample that there is belongs to all sequences in it; scales of tokens stay."""
     if isinstance(x, tuple):
         return tuple(y[0] if isinstance(y, Tensor) and y.dim() == 3 else y for y in x)
-    if isinstance(x, Tensor) and x.dim() > 1:
-        return x[0] if x.dim() == 2 else x[0, :, 0]
+    if isinstance(x, Tensor) and x.dim() == 2:
+        return x[0]
+    if isinstance(x, Tensor) and x.dim() == 3 and x.shape[2] == 1:
+        return x[0, :, 0]
     return x
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in options.items() if x is not None}

@@ -3,18 +3,19 @@
 Shapes: B batch, H heads, a multiple of H_k key heads, N queries, M keys, D features of a head, V value width.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from lln.checks import check_block_size, check_choice, check_inputs, check_scale
-from lln.curves import FORMS, MATCHINGS, Form, Matching
 from lln.masks import read_paddings
-from lln.moments import SCOPES, Scope, check_causal_options, moments_of
+from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
+from lln.matching.moments import SCOPES, Scope, check_causal_options, moments_of
 from lln.precision import accumulator, autocast_is_on
 
 Near = Literal["blocks", "window"]
@@ -41,6 +42,7 @@ class FarOptions(TokenOptions, total=False):
     scope: Scope  # over which tokens statistics are taken
     form: Form  # "paper", "unbiased" or "decomposed", see `lln.forms`
     centers: Centers | None  # of "decomposed": (H, D) or (B, H, D) for queries, (H_k, D) or (B, H_k, D) for keys
+    key_weight: Tensor | None  # log-weights of the keys, (B, H, M), (B, 1, M), (1, H, M) or (1, 1, M)
 
 
 class QueryOptions(FarOptions, total=False):
@@ -71,6 +73,7 @@ DEFAULTS: dict[str, Any] = {
     "scope": "sample",
     "form": "paper",
     "centers": None,
+    "key_weight": None,
     "block_size": 64,
     "near": "blocks",
 }
@@ -121,6 +124,7 @@ class Problem:
         scope: Scope = "sample",
         form: Form = "paper",
         centers: Centers | None = None,
+        key_weight: Tensor | None = None,
         block_size: int = 64,
     ) -> "Problem":
         """Validate a call.
@@ -128,10 +132,10 @@ class Problem:
         Raises:
             TypeError, ValueError: an argument is not what it should be; the message names it and what to do.
         """
-        if near is None:
+        if far and near is None:
             block_size = 0
         else:
-            check_choice("near", near, NEARS)
+            check_choice("near", str(near), NEARS)
             check_block_size(block_size)
         needs_same_length = "block-diagonal attention" if near else "is_causal=True" if is_causal else None
         check_inputs(query, key, value, same_length=needs_same_length)
@@ -156,6 +160,7 @@ class Problem:
             scope,
             form,
             read_centers(centers, query, key, form=form, is_causal=is_causal),
+            None if key_weight is None else read_key_weight(key_weight, query, key, far=far),
         )
 
     def scales(self) -> tuple[Tensor, Tensor]:
@@ -173,11 +178,13 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no sample, no query, no key or no value feature."""
-        return 0 in (self.query.shape[0], self.query.shape[2], self.key.shape[2], self.value.shape[3])
+        (batch, _, queries, _), (_, _, keys, width) = self.query.shape, self.value.shape
+        return batch == 0 or queries == 0 or keys == 0 or width == 0
 
     def output_of_nothing(self) -> Tensor:
         """The output where there is nothing to compute: zeros (B, H, N, V), with gradients of zero for all inputs."""
-        inputs = (x for x in (self.query, self.key, self.value, self.alpha, self.beta) if x is not None)
+        tensors = (self.query, self.key, self.value, self.alpha, self.beta, self.key_weight)
+        inputs = (x for x in tensors if x is not None)
         zero = sum(x[..., :0].sum().to(self.query.dtype) for x in inputs)  # sums of nothing: without NaN
         return self.query.new_zeros(*self.query.shape[:3], self.value.shape[3]) + zero
 
@@ -189,6 +196,27 @@ def read_scale(name: str, scale: float | Tensor, tokens: Tensor, *, heads: int) 
     if x.dim() == 3:
         return x
     return (x if x.dim() == 2 else x.reshape(1, -1))[..., None]
+
+
+def read_key_weight(key_weight: Tensor, query: Tensor, key: Tensor, *, far: bool = True) -> Tensor:
+    """Given log-weights of the keys as (B, H, M), in the accumulator's dtype."""
+    if not far:
+        raise ValueError(
+            "key_weight belongs to LLN attention; softmax attention among neighbours has none, leave it out"
+        )
+    if not isinstance(key_weight, Tensor) or not key_weight.is_floating_point():
+        what = key_weight.dtype if isinstance(key_weight, Tensor) else type(key_weight).__name__
+        raise TypeError(f"key_weight must be a floating point tensor, got {what}")
+    batch, heads, keys = query.shape[0], query.shape[1], key.shape[2]
+    shape = key_weight.shape
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != keys:
+        raise ValueError(
+            f"key_weight must have shape ({batch}, {heads}, {keys}), with 1 for batch or heads where they share it, "
+            f"got {tuple(shape)}"
+        )
+    if key_weight.device != query.device:
+        raise ValueError(f"key_weight is on {key_weight.device} but the tokens are on {query.device}; move it there")
+    return key_weight.to(accumulator(query.dtype)).expand(batch, heads, keys)
 
 
 def read_centers(centers: Centers | None, query: Tensor, key: Tensor, *, form: Form, is_causal: bool) -> Centers | None:
@@ -227,17 +255,28 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_signature(options: type) -> Callable[[Function], Function]:
-    """Decorator: show the options of a TypedDict with their defaults in the signature of a function that takes them."""
+    """Decorator: the options of a TypedDict are those of a function, with their defaults in its signature.
+
+    Others are refused, also those of another attention, which would have no effect.
+    """
+    names = get_type_hints(options).keys()
 
     def show(function: Function) -> Function:
+        @functools.wraps(function)
+        def checked(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+            if not given.keys() <= names:
+                unknown = ", ".join(sorted(given.keys() - names))
+                raise TypeError(f"{function.__name__} has no option {unknown}; its options are: {', '.join(names)}")
+            return function(query, key, value, **given)
+
         signature = inspect.signature(function)
         tensors = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
         keywords = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=annotation)
             for name, annotation in get_type_hints(options).items()
         ]
-        function.__signature__ = signature.replace(parameters=[*tensors, *keywords])  # type: ignore[attr-defined]
-        return function
+        checked.__signature__ = signature.replace(parameters=[*tensors, *keywords])  # type: ignore[attr-defined]
+        return cast(Function, checked)
 
     return show
 

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_block_size, check_choice, check_inputs
-from lln.curves import FORMS, Form, Matching, matched_spread
 from lln.functional import KINDS, Kind
 from lln.masks import kept_tokens, read_paddings
-from lln.moments import SCOPES, Scope, check_causal_options
+from lln.matching.curves import FORMS, Form, Matching, matched_spread
+from lln.matching.moments import SCOPES, Scope, check_causal_options
 from lln.precision import accumulator
-from lln.problem import NEARS, Centers, Near, read_centers, read_scale
+from lln.problem import NEARS, Centers, Near, read_centers, read_key_weight, read_scale
 
 Attention = TypeVar("Attention", bound=Callable[..., Tensor])
+PER_TOKEN = ("alpha", "beta", "key_weight")
 
 
 def _packed(attention: Attention) -> Attention:
@@ -41,7 +42,7 @@ def _packed(attention: Attention) -> Attention:
         outputs = [query.new_zeros(*query.shape[:2], 0, value.shape[3])]
         for start, end in pairwise(_read_cu_seqlens(cu_seqlens, query, options)):
             if start < end:
-                own = {name: _part(options[name], start, end, total) for name in ("alpha", "beta") if name in options}
+                own = {name: _part(options[name], start, end, total) for name in PER_TOKEN if name in options}
                 tokens = (x[:, :, start:end] for x in (query, key, value))
                 outputs.append(attention(*tokens, **options | own))
         return torch.cat(outputs, dim=2)
@@ -78,6 +79,7 @@ def lln_attention(
     scope: Scope = "sample",
     form: Form = "paper",
     centers: Centers | None = None,
+    key_weight: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """LLN attention (eq. 8) in one of three forms: the weight of key j for query i is proportional to
@@ -91,6 +93,7 @@ def lln_attention(
         form: "paper", "unbiased" or "decomposed".
         centers: m_q and m_k of the decomposed form, (H, D) or (B, H, D) and (H_k, D) or (B, H_k, D); by default the
             means of each sample over its kept queries and its kept keys, which causal attention cannot use.
+        key_weight: log-weights of the keys, (B, H, M) or 1 in place of B or H: added to all features of b.
         cu_seqlens: for inputs of batch 1 that hold several sequences one after the other, where each starts and the
             last ends: int32 (sequences + 1,), as in flash-attention. Statistics and centres are those of a sequence.
 
@@ -106,6 +109,8 @@ def lln_attention(
     scale_q = _broadcast_scale("alpha", alpha, matched[0], query, heads=query.shape[1]).to(query.dtype)
     scale_k = _broadcast_scale("beta", beta, matched[1], key, heads=query.shape[1]).to(key.dtype)
     a, b = features(query, key, scale_q, scale_k, form, means)
+    if key_weight is not None:
+        b = b + read_key_weight(key_weight, query, key)[..., None].to(b.dtype)
     log_kernel = torch.logsumexp(a[:, :, :, None] + b[:, :, None], dim=-1)  # ln of exp(a_i) . exp(b_j), (B, H, N, M)
     allowed = _allowed(query, key, key_padding_mask, is_causal)
     return (_normalise(log_kernel, allowed) @ _heads(value, query)).to(query.dtype)
@@ -155,6 +160,7 @@ def lln_diag_attention(
     scope: Scope = "sample",
     form: Form = "paper",
     centers: Centers | None = None,
+    key_weight: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The average of LLN and block-diagonal attention (figure 3)."""
@@ -170,6 +176,7 @@ def lln_diag_attention(
         scope=scope,
         form=form,
         centers=centers,
+        key_weight=key_weight,
         **masks,
     )
     return (far + close) / 2
@@ -366,7 +373,7 @@ def _read_cu_seqlens(cu_seqlens: Tensor, query: Tensor, options: dict[str, Any])
 
 
 def _part(scale: float | Tensor | None, start: int, end: int, total: int) -> float | Tensor | None:
-    """The tokens of one sequence of a (1, H, total) alpha or beta."""
+    """The tokens of one sequence of a (1, H, total) alpha, beta or key_weight."""
     if isinstance(scale, Tensor) and scale.dim() == 3 and scale.shape[2] == total:
         return scale[:, :, start:end]
     return scale

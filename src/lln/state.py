@@ -5,13 +5,14 @@
     output, state = state.step(query, key, value)           # one token
 
 However a sequence is split into calls, the outputs are those of `lln_attention(..., is_causal=True)` on all of it (with
-`block_size`, of `lln_diag_attention`). A state is a value: every method returns a new one and leaves the old one as
-it was, so that branching a generation is keeping a reference. Where the old one is not needed, `in_place=True` lets the
-new one take its memory, which is faster.
+`block_size`, of `lln_diag_attention`), in every form, with blocks or windows. A state is a value: every method returns
+a new one and leaves the old one as it was, so that branching a generation is keeping a reference. Where the old one is
+not needed, `in_place=True` lets the new one take its memory, which is faster.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -19,20 +20,35 @@ from torch import Tensor
 from lln.backends import advance
 from lln.backends.torch.advance import newest
 from lln.backends.torch.summary import KeySummary, empty_summary, merge
-from lln.checks import check_block_size, check_choice, check_inputs, check_scale, check_values, is_recorded
-from lln.curves import MATCHINGS, Matching
+from lln.checks import check_block_size, check_choice, check_scale, check_values, is_recorded
 from lln.masks import read_padding
-from lln.moments import empty_sums
+from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
+from lln.matching.moments import empty_sums
 from lln.precision import accumulator, autocast_is_on
-from lln.recurrence import Advance, Memory, Recurrence
+from lln.problem import NEARS, Centers, Near, read_centers
+from lln.recurrence import Advance, Memory, Recurrence, check_tokens, read_weight
+
+# Options that are words; `to_dict` has their places in these lists.
+WORDS: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "form": FORMS}
+
+
+class StateOptions(TypedDict, total=False):
+    """Options of the next tokens of a state."""
+
+    key_padding_mask: Tensor | None
+    in_place: bool
+    near_query: Tensor | None
+    near_key: Tensor | None
+    key_weight: Tensor | None
 
 
 @dataclass(frozen=True)
 class LLNState:
-    """Shapes: B batch, H heads, H_k key heads, D features, V value width, C block size."""
+    """Shapes: B batch, H heads, H_k key heads, F features of LLN attention, D of softmax attention among neighbours
+    (both are those of a head, unless `near_dim` says otherwise), V value width, C block size."""
 
-    mass: Tensor  # (B, H, D) log of the summed exp(beta k), for each feature
-    values: Tensor  # (B, H, D, V) the mean value that each feature points to
+    mass: Tensor  # (B, H, F) log of the summed exp(b), for each feature
+    values: Tensor  # (B, H, F, V) the mean value that each feature points to
     count: Tensor  # (B,) kept tokens so far
     query_sums: Tensor  # (B, H, 3) what alpha and beta need to know of all queries, see `moments.PrefixSums`
     key_sums: Tensor  # (B, H, 3)
@@ -41,6 +57,10 @@ class LLNState:
     recent_key: Tensor | None = None  # (B, H_k, C, D) the last tokens, kept token t at place t % C: LLN+Diag only
     recent_value: Tensor | None = None  # (B, H_k, C, V)
     matching: Matching = "variance"
+    near: Near = "blocks"
+    form: Form = "paper"
+    center_q: Tensor | None = None  # (B, H, F) of the decomposed form
+    center_k: Tensor | None = None  # (B, H_k, F)
 
     def __post_init__(self) -> None:
         """Every tensor owns its memory: a view would keep all that it was cut from, and cannot be saved."""
@@ -61,20 +81,34 @@ class LLNState:
         *,
         key_heads: int | None = None,
         block_size: int | None = None,
+        near: Near = "blocks",
+        near_dim: int | None = None,
         alpha: float | Tensor | None = None,
         beta: float | Tensor | None = None,
         matching: Matching = "variance",
+        form: Form = "paper",
+        centers: Centers | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> "LLNState":
         """The state before the first token.
 
-        `dtype` is that of the tokens to come. With `block_size` the state is that of LLN+Diag attention and keeps a
-        block of `key_heads` recent keys and values. alpha and beta (numbers, or tensors of shape (), (H,) or (B, H))
-        are those of every token; without them each token has those of the tokens up to it (`lln.match_moments`).
+        `dtype` is that of the tokens to come. With `block_size` the state is that of LLN+Diag attention and keeps the
+        last `block_size` tokens of `key_heads` keys and values, for the block or the window (`near`) of the next one.
+        alpha and beta (numbers, or tensors of shape (), (H,) or (B, H)) are those of every token; without them each
+        token has those of the tokens up to it (`lln.match_moments`). `form` and `centers` are as in
+        `lln.lln_attention`. `near_dim` is for LLN attention whose queries and keys are others than those of softmax
+        attention: `head_dim` is then the number of features of the former, see `near_query` in `prefill`.
         """
-        check_choice("matching", matching, MATCHINGS)
+        for name, word in (("matching", matching), ("near", near), ("form", form)):
+            check_choice(name, word, WORDS[name])
+        if near_dim is not None and block_size is None:
+            raise ValueError(f"near_dim={near_dim} is for a state with neighbours; give block_size= too")
+        if near != "blocks" and block_size is None:
+            raise ValueError(f"near={near!r} is for a state with neighbours; give block_size= too")
         value_dim, key_heads = value_dim or head_dim, key_heads or heads
+        if heads % key_heads:
+            raise ValueError(f"heads={heads} must be a multiple of key_heads={key_heads}")
         like = torch.empty(0, dtype=dtype, device=device)
         scales = {}
         for name, scale in (("alpha", alpha), ("beta", beta)):
@@ -86,12 +120,16 @@ class LLNState:
                 scales[name] = (given if given.dim() == 2 else given.reshape(1, -1)).expand(batch, heads)
         memory = empty_summary(batch, heads, head_dim, value_dim, like)
         sums = empty_sums(memory.values)
-        recent = {}
+        more: dict[str, Any] = {**scales, "matching": matching, "near": near, "form": form}
         if block_size is not None:
             check_block_size(block_size)
-            recent["recent_key"] = like.new_zeros(batch, key_heads, block_size, head_dim)
-            recent["recent_value"] = like.new_zeros(batch, key_heads, block_size, value_dim)
-        return cls(memory.mass, memory.values, sums.tokens, sums.query, sums.key, **scales, **recent, matching=matching)
+            more["recent_key"] = like.new_zeros(batch, key_heads, block_size, near_dim or head_dim)
+            more["recent_value"] = like.new_zeros(batch, key_heads, block_size, value_dim)
+        query, key = (memory.mass.new_empty(batch, h, 0, head_dim) for h in (heads, key_heads))
+        frozen = read_centers(centers, query, key, form=form, is_causal=True)
+        if frozen is not None:
+            more["center_q"], more["center_k"] = (x.to(memory.mass.dtype).expand(batch, -1, -1) for x in frozen)
+        return cls(memory.mass, memory.values, sums.tokens, sums.query, sums.key, **more)
 
     @property
     def block_size(self) -> int | None:
@@ -103,13 +141,7 @@ class LLNState:
         return sum(x.numel() * x.element_size() for x in self.to_dict().values())
 
     def prefill(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        in_place: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StateOptions]
     ) -> tuple[Tensor, "LLNState"]:
         """The outputs (B, H, N, V) of the next N tokens, and the state after them.
 
@@ -121,36 +153,27 @@ class LLNState:
                 the state.
             in_place: whether the state that is returned may take the memory of this one, which must not be used
                 afterwards.
+            near_query, near_key: what softmax attention among neighbours is computed of, (B, H, N, D) and
+                (B, H_k, N, D), where `query` and `key` are others, (B, H, N, F) and (B, H_k, N, F), for LLN attention.
+            key_weight: (B, H, N) log-weights of the keys in LLN attention.
         """
-        output, _, memory = self._advance(query, key, value, key_padding_mask, apart=False, in_place=in_place)
+        output, _, memory = self._advance(query, key, value, apart=False, **options)
         return output, self._with(memory)
 
     def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        in_place: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StateOptions]
     ) -> tuple[Tensor, "LLNState"]:
         """The output (B, H, 1, V) of the next token, and the state after it; see `prefill`."""
         if query.dim() == 4 and query.shape[2] != 1:
             raise ValueError(f"step takes one token, got query {tuple(query.shape)}; use prefill for several")
-        output, _, memory = self._advance(query, key, value, key_padding_mask, apart=False, in_place=in_place)
+        output, _, memory = self._advance(query, key, value, apart=False, **options)
         return output, self._with(memory)
 
     def branches(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        in_place: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StateOptions]
     ) -> tuple[Tensor, Tensor | None, "LLNState"]:
-        """As `prefill`, with the LLN and the block-diagonal output apart, in the accumulator's dtype."""
-        far, near, memory = self._advance(query, key, value, key_padding_mask, apart=True, in_place=in_place)
+        """As `prefill`, with the outputs of LLN and of softmax attention apart, in the accumulator's dtype."""
+        far, near, memory = self._advance(query, key, value, apart=True, **options)
         return far, near, self._with(memory)
 
     def reorder(self, index: Tensor) -> "LLNState":
@@ -170,8 +193,11 @@ class LLNState:
         mine, theirs = self.to_dict(), later.to_dict()
         if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
             raise ValueError(f"states of different shape cannot be merged: {_describe(mine)} and {_describe(theirs)}")
-        same = (mine["alpha"] == theirs["alpha"]) & (mine["beta"] == theirs["beta"])
-        check_values(same, "states with different alpha or beta cannot be merged; give both the same")
+        for name in ("alpha", "beta", *WORDS, "center_q", "center_k"):
+            if name in mine:
+                check_values(
+                    mine[name] == theirs[name], f"states with different {name} cannot be merged; give both the same"
+                )
         memory = merge(KeySummary(self.mass, self.values), KeySummary(later.mass, later.values))
         recent_key, recent_value = self.recent_key, self.recent_value
         if recent_key is not None and recent_value is not None:
@@ -203,34 +229,59 @@ class LLNState:
 
     def to_dict(self) -> dict[str, Tensor]:
         """The state as tensors alone, for safetensors, a network or a cache."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "matching"}
-        matching = torch.tensor(MATCHINGS.index(self.matching), device=self.mass.device)
-        return {name: x for name, x in tensors.items() if x is not None} | {"matching": matching}
+        words = {
+            name: torch.tensor(words.index(getattr(self, name)), device=self.mass.device)
+            for name, words in WORDS.items()
+        }
+        return self._tensors() | words
 
     @classmethod
     def from_dict(cls, tensors: dict[str, Tensor]) -> "LLNState":
         names = {field.name for field in fields(cls)}
-        needed = names - {"alpha", "beta", "recent_key", "recent_value"}
+        needed = {"mass", "values", "count", "query_sums", "key_sums", "matching"}
         if not needed <= tensors.keys() <= names:
             raise ValueError(
                 f"not the dict of an LLNState: missing {sorted(needed - tensors.keys())}, "
                 f"unknown {sorted(tensors.keys() - names)}"
             )
-        rest = {name: x for name, x in tensors.items() if name != "matching"}
-        return cls(**rest, matching=MATCHINGS[int(tensors["matching"])])
+        values: dict[str, Any] = {name: WORDS[name][int(x)] if name in WORDS else x for name, x in tensors.items()}
+        return cls(**values)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "LLNState":
-        tensors = {name: x for name, x in self.to_dict().items() if name != "matching"}
-        return replace(self, **{name: change(x) for name, x in tensors.items()})  # type: ignore[arg-type]
+        return replace(self, **{name: change(x) for name, x in self._tensors().items()})  # type: ignore[arg-type]
 
     def _advance(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, apart: bool, in_place: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        apart: bool,
+        key_padding_mask: Tensor | None = None,
+        in_place: bool = False,
+        near_query: Tensor | None = None,
+        near_key: Tensor | None = None,
+        key_weight: Tensor | None = None,
     ) -> Advance:
-        self._check_tokens(query, key, value)
         if autocast_is_on(query.device.type):
+            options: StateOptions = {"key_padding_mask": key_padding_mask, "in_place": in_place}
+            options |= {"near_query": near_query, "near_key": near_key, "key_weight": key_weight}
             with torch.autocast(query.device.type, enabled=False):
-                return self._advance(query, key, value, mask, apart=apart, in_place=in_place)
-        keep = None if mask is None else read_padding(mask, key)
+                return self._advance(query, key, value, apart=apart, **options)
+        check_tokens(self.values, self.recent_key, query, key, value, near_query, near_key)
+        keep = None if key_padding_mask is None else read_padding(key_padding_mask, key)
+        if key_weight is not None:
+            key_weight = read_weight(key_weight, query, self.mass.dtype)
+        form = self.form
+        if form == "decomposed":
+            if self.recent_key is not None and near_query is None:
+                near_query, near_key = query, key
+            query, key, key_weight = self._centered(query, key, key_weight)
+            form = "unbiased"
         memory = Memory(
             self.mass,
             self.values,
@@ -241,8 +292,36 @@ class LLNState:
             self.recent_value,
         )
         return advance(
-            Recurrence(query, key, value, keep, memory, self.alpha, self.beta, self.matching, apart, in_place)
+            Recurrence(
+                query,
+                key,
+                value,
+                keep,
+                memory,
+                self.alpha,
+                self.beta,
+                self.matching,
+                form,
+                key_weight,
+                self.near,
+                near_query,
+                near_key,
+                apart,
+                in_place,
+            )
         )
+
+    def _centered(self, query: Tensor, key: Tensor, key_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and m_q . k / sqrt(D): with them the decomposed form is the unbiased one, see `lln.forms`."""
+        assert self.center_q is not None
+        assert self.center_k is not None
+        query, key = query.to(self.mass.dtype), key.to(self.mass.dtype)
+        if key.shape[1] != self.center_k.shape[1]:
+            raise ValueError(f"the centres are for {self.center_k.shape[1]} key heads, got {key.shape[1]}")
+        by_group = torch.unflatten(self.center_q, 1, (key.shape[1], -1))  # the query heads of each key head
+        column = (key @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
+        column = column if key_weight is None else column + key_weight
+        return query - self.center_q[:, :, None], key - self.center_k[:, :, None], column
 
     def _with(self, memory: Memory) -> "LLNState":
         """The state with another memory: this one, if its tensors were overwritten."""
@@ -262,34 +341,21 @@ class LLNState:
             "key_sums": (batch, heads, 3),
             "alpha": (batch, heads),
             "beta": (batch, heads),
+            "center_q": (batch, heads, head_dim),
         }
         if self.recent_key is not None:
             recent = (batch, *self.recent_key.shape[1:3])
-            shapes |= {"recent_key": (*recent, head_dim), "recent_value": (*recent, value_dim)}
+            shapes |= {"recent_key": (*recent, self.recent_key.shape[-1]), "recent_value": (*recent, value_dim)}
+        if self.center_k is not None:
+            shapes["center_k"] = (batch, self.center_k.shape[1], head_dim)
         for name, shape in shapes.items():
             x = getattr(self, name)
             if x is not None and x.shape != shape:
                 raise ValueError(f"{name} of a state must be {shape}, got {tuple(x.shape)}")
         if (self.recent_key is None) != (self.recent_value is None):
             raise ValueError("a state has recent keys and recent values, or neither")
-
-    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        check_inputs(query, key, value, same_length="LLNState")
-        batch, heads, head_dim, value_dim = self.values.shape
-        wanted, got = (batch, heads, head_dim, value_dim), (*query.shape[:2], query.shape[3], value.shape[3])
-        if wanted != got:
-            raise ValueError(f"the state is for (batch, heads, features, value features) {wanted}, got {got}")
-        if query.shape[2] == 0:
-            raise ValueError(f"at least one token is needed, got query {tuple(query.shape)}")
-        if self.recent_key is not None:
-            if key.shape[1] != self.recent_key.shape[1]:
-                raise ValueError(
-                    f"the state has {self.recent_key.shape[1]} key heads, got {key.shape[1]}; see key_heads="
-                )
-            if key.dtype != self.recent_key.dtype:
-                raise TypeError(f"the state is for {self.recent_key.dtype} tokens, got {key.dtype}; see dtype=")
-        elif accumulator(key.dtype) != self.mass.dtype:
-            raise TypeError(f"the state sums in {self.mass.dtype}, which does not fit {key.dtype} tokens; see dtype=")
+        if {self.center_q is None, self.center_k is None} != {self.form != "decomposed"}:
+            raise ValueError(f'a state of form="decomposed" has two centres and others have none, got {self.form!r}')
 
 
 def _is_owner(x: Tensor, others: set[int]) -> bool:

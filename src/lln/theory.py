@@ -32,7 +32,7 @@ from lln._theorems import (
     positive,
 )
 from lln.checks import check_choice
-from lln.curves import FORMS, Form
+from lln.matching.curves import FORMS, Form
 
 __all__ = [
     "Check",

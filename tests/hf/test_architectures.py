@@ -72,6 +72,20 @@ def test_generation(family, make, batch):
 
 
 @pytest.mark.filterwarnings("ignore:the attention of the decoder")
+def test_a_model_that_looks_at_the_keys_of_its_cache(batch):
+    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 70}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "cross_attention_layers": [1]}
+    config = transformers.models.mllama.MllamaTextConfig(
+        **sizes, **heads, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model = lln.hf.convert(transformers.MllamaForCausalLM(config).eval(), "lln_diag", block_size=7)
+    inputs, options = batch("left", tokens=13), {"max_new_tokens": 5, "min_new_tokens": 5}
+    without = model.generate(**inputs, **options, use_cache=False)
+    assert torch.equal(model.generate(**inputs, **options), without)
+
+
+@pytest.mark.filterwarnings("ignore:the attention of the decoder")
 def test_a_decoder_is_causal_by_its_mask(make, batch):
     """The decoder of NLLB-MoE calls its attention not causal, and gives it a causal mask."""
     model, inputs = make("nllb-moe"), batch() | {"decoder_input_ids": torch.randint(3, 90, (3, 11))}

@@ -271,19 +271,15 @@ def test_by_name_needs_a_module_that_says_whether_it_is_causal(make, batch):
 
 
 def test_inputs_that_are_refused(make, batch):
-    encoder, decoder, inputs = lln.hf.convert(make("roberta")), lln.hf.convert(make("llama")), batch()
+    encoder, inputs = lln.hf.convert(make("roberta")), batch()
     pairs = torch.ones(3, 1, 23, 23)
-    for model in (encoder, decoder, lln.hf.convert(make("gpt2"))):
+    for model in (encoder, lln.hf.convert(make("llama")), lln.hf.convert(make("gpt2"))):
         with pytest.raises(ValueError, match=r"output_attentions=True; .*lln\.attention_matrix"):
             model(**inputs, output_attentions=True)
         with pytest.raises(ValueError, match=r"got \(3, 1, 23, 23\): a mask for each pair"):
             model(inputs["input_ids"], attention_mask=pairs)
     with pytest.raises(ValueError, match="output_attentions=True"):
         lln.hf.convert(make("llama", "ModelForCausalLM")).model(**inputs, output_attentions=True)
-    packed = {"position_ids": torch.arange(23).remainder(10)[None]}
-    for given in (packed, {"seq_idx": torch.zeros(3, 23)}, {"cu_seq_lens_q": torch.tensor([0, 10, 23])}):
-        with pytest.raises(ValueError, match="packed sequences"):
-            decoder(inputs["input_ids"], use_cache=False, **given)
     encoder.set_attn_implementation("lln")
     with pytest.raises(ValueError, match="converted to lln_diag and then set to 'lln'"):
         encoder(**inputs)

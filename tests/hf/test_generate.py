@@ -1,9 +1,11 @@
 """generate() on converted models: a cache of constant size, and the tokens that generation without one gives."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+import transformers
 
 import lln.hf
 from lln.hf.cache import StateLayer
@@ -21,8 +23,11 @@ KINDS = {
     "given": ("lln_diag", {"block_size": 4, "alpha": 1.2, "beta": 0.8}),
     "ratio": ("lln_diag", {"block_size": 7, "combine": "ratio", "share": 0.1}),
     "scale": ("lln_diag", {"block_size": 7, "combine": "scale", "share": 0.3}),
+    "window": ("lln_diag", {"block_size": 7, "near": "window"}),
+    "unbiased": ("lln", {"form": "unbiased"}),
+    "decomposed": ("lln_diag", {"block_size": 7, "near": "window", "form": "decomposed", "statistics": "running"}),
 }
-BRIEF = ("given", "ratio", "scale")
+BRIEF = ("given", "ratio", "scale", "window", "unbiased", "decomposed")
 
 
 def generate(model, inputs, tokens=15, **options):
@@ -38,6 +43,9 @@ def test_tokens_are_those_without_a_cache(family, kind, how, make, batch):
     attention, options = KINDS[kind]
     model = lln.hf.convert(make(family, "ModelForCausalLM", seed=len(how)), attention, **options)
     inputs = batch("left", tokens=13)
+    if "statistics" in options:  # for centres that are not zero
+        model.train()(**batch())
+        model.eval()
     with_cache = generate(model, inputs, **HOW[how])
     no_cache = {name: value for name, value in HOW[how].items() if name != "prefill_chunk_size"}
     assert torch.equal(with_cache, generate(model, inputs, use_cache=False, **no_cache))
@@ -102,8 +110,115 @@ def test_cache_operations(make):
         torch.testing.assert_close(model(token, past_key_values=chosen).logits, expected[1:])
     cache.reset()
     assert cache.get_seq_length() == 0
-    with pytest.raises(ValueError, match="cannot forget its last tokens"):
+    with pytest.raises(ValueError, match=r"take back 0 tokens here, got crop\(-2\); call cache.activate_past"):
         repeated.crop(-2)
+    with pytest.raises(ValueError, match="as a negative int"):
+        repeated.crop(2)
+
+
+class Crops(list):
+    """What caches of converted models are asked to take back."""
+
+
+@pytest.fixture
+def crops(monkeypatch):
+    made = Crops()
+    crop = StateLayer.crop
+    monkeypatch.setattr(StateLayer, "crop", lambda self, n: made.append(n) or crop(self, n))
+    return made
+
+
+def assistant_of(make, family, seed, attention=None, **options):
+    model = make(family, "ModelForCausalLM", seed=seed)
+    model.generation_config.num_assistant_tokens = 5
+    model.generation_config.assistant_confidence_threshold = 0.0  # proposes tokens however wrong they may be
+    return model if attention is None else lln.hf.convert(model, attention, **options)
+
+
+@pytest.mark.parametrize("kind", ["lln_diag", "decomposed", "ratio"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_assisted_decoding_gives_the_same_tokens(family, kind, make, batch, crops):
+    """Assistants that are always, often and never wrong; one has a state itself, which goes back further."""
+    attention, options = KINDS[kind]
+    model = lln.hf.convert(make(family, "ModelForCausalLM"), attention, max_rollback=6, **options)
+    ids = batch(tokens=20)["input_ids"][2:]
+    if "statistics" in options:
+        model.train()(**batch())
+        model.eval()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    plain = model.generate(**inputs, max_new_tokens=20)
+    for assistant in (
+        assistant_of(make, family, 1),
+        assistant_of(make, family, 1, "lln_diag", block_size=7),
+        assistant_of(make, family, 0, "lln"),
+    ):
+        crops.clear()
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, assistant_model=assistant), plain)
+        assert crops
+    assert min(crops) <= -3  # taken back were tokens that are right in part
+
+
+def test_prompt_lookup_gives_the_same_tokens(make, crops):
+    model = lln.hf.convert(make("llama", "ModelForCausalLM"), block_size=7, near="window")
+    ids = torch.randint(3, 90, (1, 8)).repeat(1, 4)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    plain = model.generate(**inputs, max_new_tokens=25)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=25, prompt_lookup_num_tokens=3), plain)
+    assert min(crops) < 0
+
+
+@pytest.mark.parametrize("kept", [30, 9], ids=["the prompt too", "the last tokens"])
+def test_taking_back_tokens(make, kept):
+    """Any number of tokens up to max_rollback, across calls of any size, and again; then everything is as before."""
+    model = lln.hf.convert(make("llama", "ModelForCausalLM"), block_size=4, max_rollback=kept)
+    ids = torch.randint(3, 90, (2, 60))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        cache = transformers.DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        seen = 0
+        for number, back in ((20, 0), (1, 2), (7, 9), (3, 1), (1, 1), (30, 5), (12, 0), (1, 3), (1, 3)):
+            mask = torch.ones(2, seen + number, dtype=torch.long)
+            logits = model(ids[:, seen : seen + number], past_key_values=cache, attention_mask=mask).logits
+            torch.testing.assert_close(logits, expected[:, seen : seen + number], rtol=1e-4, atol=1e-4)
+            cache.crop(-back)
+            seen += number - back
+            assert cache.get_seq_length() == seen
+            for layer in cache.layers:  # a few times as many tokens at most, and nothing of the prompt
+                assert sum(x["query"].untyped_storage().nbytes() for x in layer.recorded) <= 4 * kept * 2 * 32 * 4
+        reordered = copy.deepcopy(cache)
+        reordered.batch_select_indices(torch.tensor([1]))
+        reordered.crop(-1)
+        one = torch.ones(1, seen, dtype=torch.long)
+        again = model(ids[1:, seen - 1 : seen], past_key_values=reordered, attention_mask=one).logits
+        torch.testing.assert_close(again, expected[1:, seen - 1 : seen], rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match=r"got crop\(-70\); lln.hf.convert\(model, ..., max_rollback=70\)"):
+            cache.crop(-70)
+
+
+def test_recording_can_begin_and_end(make):
+    model = lln.hf.convert(make("llama", "ModelForCausalLM"), block_size=4)
+    ids = torch.randint(3, 90, (1, 12))
+    with torch.no_grad():
+        cache = model(ids[:, :5]).past_key_values
+        assert all(layer.base is None for layer in cache.layers)  # costs nothing until it is asked for
+        cache.activate_past_recording()
+        model(ids[:, 5:8], past_key_values=cache)
+        cache.crop(-3)
+        expected = model(ids[:, 5:9], past_key_values=cache).logits
+        cache.crop(-1)
+        for layer in cache.layers:
+            layer.record_past = False  # as `generate` does when it hands a cache over
+        last = model(ids[:, 8:9], past_key_values=cache).logits
+        torch.testing.assert_close(last[:, 0], expected[:, 3], rtol=1e-4, atol=1e-4)
+        assert all(layer.base is None and not layer.recorded for layer in cache.layers)
+
+
+def test_max_rollback_is_saved(make, tmp_path):
+    lln.hf.convert(make("llama", "ModelForCausalLM"), block_size=4, max_rollback=17).save_pretrained(tmp_path)
+    assert lln.hf.from_pretrained(tmp_path).model.layers[0].self_attn.max_rollback == 17
+    with pytest.raises(ValueError, match="max_rollback must be at least 1"):
+        lln.hf.convert(make("llama", "ModelForCausalLM"), max_rollback=0)
 
 
 def test_a_cache_made_in_training(make):
@@ -139,8 +254,6 @@ def test_what_cannot_be_generated(make, batch):
     model, inputs = lln.hf.convert(make("llama", "ModelForCausalLM")), batch("left")
     with pytest.raises(ValueError, match="leave cache_implementation out"):
         generate(model, inputs, cache_implementation="static")
-    with pytest.raises(ValueError, match="stateful models"):
-        generate(model, inputs, prompt_lookup_num_tokens=2)
     cache = model(**inputs).past_key_values
     for mask in (torch.zeros(3, 1), torch.ones(3, 1)):
         with pytest.raises(ValueError, match="for all tokens so far, 24 with the new ones"):
@@ -152,3 +265,22 @@ def test_what_cannot_be_generated(make, batch):
     lln.hf.convert(model, "softmax").set_attn_implementation("lln")
     with pytest.raises(ValueError, match=r"lln\.hf\.convert\(model, 'lln'\)"):
         generate(model, inputs)
+
+
+def test_timing_a_whole_model(make, tmp_path):
+    """`lln bench decode --model`: a step leaves the contexts as they were, whatever the number of steps."""
+    from lln.bench.generation import compare_generation
+
+    make("llama", "ModelForCausalLM").save_pretrained(tmp_path)
+    rows = list(compare_generation(str(tmp_path), (5, 9), seconds=0.02))
+    assert [(row["tokens"], row["mechanism"]) for row in rows] == list(
+        itertools.product((5, 9), ("softmax", "lln_diag"))
+    )
+    assert all(row["milliseconds"] > 0 for row in rows)
+    assert rows[2]["ratio"] == 1
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "softmax"), ("llama", "performer"), ("bert", "lln")])
+def test_a_rollback_that_nothing_would_use_is_refused(make, family, attention):
+    with pytest.raises(ValueError, match=r"options|leave max_rollback out"):
+        lln.hf.convert(make(family), attention, max_rollback=3)

@@ -74,8 +74,8 @@ def test_a_learned_share_is_recorded_as_it_mixes(make, batch, tmp_path):
     sample = keep.sum(1).tolist().index(records[0]["tokens"])
     for layer, (query, key) in enumerate(heard):
         far, near = (
-            lln.attention_matrix(query, key, kind=kind, key_padding_mask=keep, block_size=5)[sample][:, keep[sample]]
-            for kind in ("lln", "block_diagonal")
+            lln.attention_matrix(query, key, key_padding_mask=keep, **settings)[sample][:, keep[sample]]
+            for settings in ({"kind": "lln"}, {"kind": "block_diagonal", "block_size": 5})
         )
         mixed = 0.1 * far + 0.9 * near
         expected = -torch.xlogy(mixed, mixed).sum(dim=-1).mean(dim=-1) / math.log(2)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import lln.zoo
-from lln.moments import CHUNK_TOKENS
+from lln.matching.moments import CHUNK_TOKENS
 from lln.zoo.growth import main as growth
 from lln.zoo.table import END, markdown, table, update
 
@@ -252,7 +252,7 @@ def test_gradients_reach_everything(name: str) -> None:
             assert x.grad.abs().max() > 0, label
 
 
-# alpha and beta that are matched to the input are constants to autograd (lln.moments), so they are given here.
+# alpha and beta that are matched to the input are constants to autograd (lln.matching.moments), so they are given here.
 CONSTANT = {"lln": {"alpha": 0.9, "beta": 1.1}, "lln_diag": {"alpha": 0.9, "beta": 1.1}}
 # Random only when they are built.
 DETERMINISTIC = [name for name in NAMES if not lln.zoo.describe(name).random or name in ("performer", "rfa")]

@@ -1,4 +1,4 @@
-"""The functions that transformers calls: one that attends, and one that hands padding over to it.
+"""The functions that transformers calls: one that attends, and one that hands padding and packing over to it.
 
 An attention module of transformers gets its mechanism as a submodule, `module.mechanism`, from `lln.hf.convert`. A
 model that was given "lln" or "lln_diag" by name alone has none and runs the function with its default options.
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import causal_mask_function
 
 from lln import zoo
 from lln.checks import check_values, known
 from lln.functional import lln_attention, lln_diag_attention
-from lln.hf.cache import StateLayer, state_layer
+from lln.hf.cache import StateLayer, note_past_recording, state_layer
+from lln.hf.packing import PLAIN_MASKS, PackedMask, attend_rows, packed_mask, read_packing
 
 BY_NAME: dict[str, Callable[..., Tensor]] = {"lln": lln_attention, "lln_diag": lln_diag_attention}
 # The name under which every other mechanism runs: transformers takes some names, such as "flash", for its own.
@@ -33,7 +34,7 @@ HIDDEN = -1e4
 # latter are None or False where they are not used.
 KNOWN = {
     *("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "output_attentions"),
-    *("position_ids", "deterministic", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("position_ids", "deterministic", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 }
 UNSUPPORTED = {
     "softcap": "a cap on scores",
@@ -42,16 +43,12 @@ UNSUPPORTED = {
     "sliding_window": "a sliding window",
     "indices": "a choice of keys for each query",
     "block_indices": "a choice of keys for each query",
-    "cu_seq_lens_q": "packed sequences",
-    "cu_seq_lens_k": "packed sequences",
-    "seq_idx": "packed sequences",
     "output_attentions": "output_attentions=True",
 }
+# What says that a row holds several sequences, beside masks and positions.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 REMEDIES = {
     "sliding_window": "set config.sliding_window = None if inputs are shorter than the window",
-    "cu_seq_lens_q": "pad the sequences instead",
-    "cu_seq_lens_k": "pad the sequences instead",
-    "seq_idx": "pad the sequences instead",
     "output_attentions": (
         "there is no matrix of weights: look at the heads with lln.instruments.Recorder or `lln inspect`, or make one "
         "with lln.attention_matrix"
@@ -60,7 +57,8 @@ REMEDIES = {
 
 
 def register() -> None:
-    """Make our attention known to transformers, padding included."""
+    """Make our attention known to transformers, padding and caches included."""
+    note_past_recording()
     for name in (*BY_NAME, ZOO):
         AttentionInterface.register(name, partial(attend, name))
         AttentionMaskInterface.register(name, hand_over_padding)
@@ -85,19 +83,21 @@ def hand_over_padding(
     q_length: int,
     q_offset: int | Tensor = 0,
     **rest: Any,
-) -> Tensor | RefusedMask | None:
-    """A mask function of transformers: which of the tokens so far are real, (B, M) bool, or None if all are."""
-    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+) -> Tensor | PackedMask | RefusedMask | None:
+    """A mask function of transformers: which of the tokens so far are real, (B, M) bool, or None if all are; or where
+    packed sequences start.
+    """
+    if mask_function not in PLAIN_MASKS:
         if torch.compiler.is_compiling() and attention_mask is None:
             return RefusedMask(
-                "while a model is compiled, transformers cannot tell whether position_ids pack several sequences, "
-                "which this attention cannot honour; pass attention_mask, of ones if there is no padding"
+                "while a model is compiled, transformers cannot tell whether position_ids pack several sequences; pass "
+                "attention_mask, of ones if there is no padding, and cu_seq_lens_q and cu_seq_lens_k if they do"
             )
-        return RefusedMask(
-            "this attention sees all tokens that are not padding, or those of them up to its own. The model asks for "
-            "another mask: a sliding window, chunks, packed sequences (position_ids that start again) or bidirectional "
-            "parts of a causal sequence. Pad sequences instead of packing them, and pass their attention_mask, (batch, "
-            'tokens); or go back with lln.hf.convert(model, "softmax")'
+        packed = None if attention_mask is not None else packed_mask(mask_function)
+        return packed or RefusedMask(
+            "this attention sees all tokens of its sequence that are not padding, or those of them up to its own. The "
+            "model asks for another mask: a sliding window, chunks or bidirectional parts of a causal sequence. Pass "
+            'an attention_mask, (batch, tokens), alone; or go back with lln.hf.convert(model, "softmax")'
         )
     if attention_mask is None:
         return None
@@ -114,7 +114,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | RefusedMask | None,
+    attention_mask: Tensor | PackedMask | RefusedMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -125,6 +125,8 @@ def attend(
         raise ValueError(attention_mask.reason)
     _refuse(rest)
     if getattr(module, "attends_elsewhere", False):  # the attention of a decoder to its encoder is left alone
+        if isinstance(attention_mask, PackedMask) or any(rest.get(x) is not None for x in PACKING):
+            raise ValueError("a decoder cannot attend to packed sequences of its encoder; pad the sequences instead")
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = attention_mask[:, None, None, :]
         output, _ = sdpa_attention_forward(
@@ -133,7 +135,8 @@ def attend(
         return output, None
     mechanism = _mechanism(name, module)
     causal = _is_causal(module, is_causal, attention_mask, query)
-    keep = _read_mask(attention_mask, query, causal)
+    cu_seqlens = read_packing(attention_mask, query, key, rest)
+    keep = None if isinstance(attention_mask, PackedMask) else _read_mask(attention_mask, query, causal)
     factor = 1.0 if scaling is None else scaling * query.shape[3] ** 0.5
     if abs(factor - 1.0) > 1e-9:  # mechanisms scale scores by 1 / sqrt(D) themselves
         query = query * factor
@@ -145,18 +148,23 @@ def attend(
         module.lent_state = None  # a copy of the model must not hold what it once generated
         if not causal:
             raise ValueError("a state goes from token to token, so is_causal=False needs use_cache=False")
+        if cu_seqlens is not None:
+            raise ValueError("a cache is for one sequence in each row; pass use_cache=False with packed sequences")
         output = layer.attend(module.mechanism, query, key, value, keep)
     else:
         _check_lengths(name, module, query, key, keep, causal)
         attention = BY_NAME[name] if mechanism is None else mechanism
-        output = attention(query, key, value, key_padding_mask=keep, is_causal=causal)
+        if cu_seqlens is None:
+            output = attention(query, key, value, key_padding_mask=keep, is_causal=causal)
+        else:
+            output = attend_rows(attention, query, key, value, cu_seqlens, is_causal=causal)
     return output.transpose(1, 2).contiguous(), None
 
 
 def lend_state(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook on attention modules: `module.lent_state` is the state in the cache that the module is called with."""
     cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
-    module.lent_state = None if cache is None else state_layer(cache, module.layer_idx)
+    module.lent_state = None if cache is None else state_layer(cache, module.layer_idx, module.max_rollback)
 
 
 def refuse_weights(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lln import zoo
+from lln.checks import check_at_least
 from lln.hf import source
 from lln.hf.attention import KNOWN, UNSUPPORTED, implementation, lend_state, refuse_weights
-from lln.hf.cache import has_state
+from lln.hf.cache import MAX_ROLLBACK, has_state
 
 # Attention of transformers itself: "softmax" stands for the one that a model has by default.
 PLAIN = ("softmax", "sdpa", "eager")
@@ -27,7 +28,14 @@ HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def convert(model: Model, attention: str = "lln_diag", *, max_len: int | None = None, **options: Any) -> Model:
+def convert(
+    model: Model,
+    attention: str = "lln_diag",
+    *,
+    max_len: int | None = None,
+    max_rollback: int | None = None,
+    **options: Any,
+) -> Model:
     """Make every self-attention of a transformers model `attention`, in place; returns the model.
 
     `attention` is one of `lln.zoo.names()` and `options` are its options, see `lln.zoo.build`. Learned parameters of
@@ -35,15 +43,20 @@ def convert(model: Model, attention: str = "lln_diag", *, max_len: int | None = 
     of positions that the model has. A converted model can be converted again; "softmax" gives it back the attention
     of transformers, and so do "sdpa" and "eager".
 
+    `max_rollback` is how many tokens assisted decoding can take back at once, where the cache is a state: at least as
+    many as an assistant proposes.
+
     The attention of a decoder to its encoder stays softmax attention.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"a transformers model is needed, got {type(model).__name__}; for torch there is lln.MultiheadAttention"
         )
+    if max_rollback is not None:
+        check_at_least(1, max_rollback=max_rollback)
     modules = attention_modules(model)
     if attention in PLAIN:
-        if max_len is not None or options:
+        if max_len is not None or max_rollback is not None or options:
             raise ValueError(f"{attention!r} is the attention of transformers, which takes no options here")
         _clean(model, modules)
         model.set_attn_implementation(
@@ -61,6 +74,10 @@ def convert(model: Model, attention: str = "lln_diag", *, max_len: int | None = 
         raise ValueError(
             f"{type(model).__name__} has no self-attention, and attention to another sequence stays as it is"
         )
+    if max_rollback is not None and not any(has_state(x) and causal[name] for name, x in mechanisms.items()):
+        raise ValueError(
+            f"{attention} in {type(model).__name__} keeps no state that could go back; leave max_rollback out"
+        )
     _clean(model, modules)
     for name, module in modules.items():
         module.attends_elsewhere = name in elsewhere
@@ -68,14 +85,15 @@ def convert(model: Model, attention: str = "lln_diag", *, max_len: int | None = 
             continue
         module.mechanism, module.sees_only_the_past = mechanisms[name], causal[name]
         if has_state(mechanisms[name]) and causal[name]:
+            module.max_rollback = max_rollback or MAX_ROLLBACK
             module.register_forward_pre_hook(lend_state, with_kwargs=True)
-            model._is_stateful = True  # refuses to decode with an assistant, whose tokens may have to be taken back
     for part in _models(model):
         part.register_forward_pre_hook(refuse_weights, with_kwargs=True)
     model.set_attn_implementation(implementation(attention))
     for config in _configs(model, modules):
         # Both are saved with the model. The second one makes transformers refuse the folder where lln is not known.
         config.lln_attention = {"attention": attention, "max_len": max_len, "options": options}
+        config.lln_attention |= {} if max_rollback is None else {"max_rollback": max_rollback}
         config.attn_implementation = implementation(attention)
     if elsewhere:
         warnings.warn(
@@ -243,9 +261,10 @@ def _build(
     shape = {"value_dim": value_width, "num_key_heads": heads // (getattr(module, "num_key_value_groups", 1) or 1)}
     taken = inspect.signature(type(mechanism)).parameters.keys() - options.keys()
     mechanism = build(**{name: size for name, size in shape.items() if name in taken}).eval()
-    query, value = torch.ones(1, heads, 2, width), torch.ones(1, heads, 2, value_width)
+    key_heads = getattr(mechanism, "num_key_heads", heads)
+    query, key = torch.ones(1, heads, 2, width), torch.ones(1, key_heads, 2, width)
     with torch.random.fork_rng(devices=[]):  # a first run, so that options that cannot be honoured are refused here
-        mechanism(query, query, value, is_causal=causal)
+        mechanism(query, key, torch.ones(1, key_heads, 2, value_width), is_causal=causal)
     device = next(module.parameters()).device
     return mechanism.train(module.training).to(model.dtype).to("cpu" if device.type == "meta" else device)
 
@@ -279,13 +298,12 @@ def _attends_elsewhere(name: str, module: Any) -> bool:
 def _clean(model: PreTrainedModel, modules: dict[str, Any]) -> None:
     """Take away all that an earlier conversion left."""
     for module in modules.values():
-        for attribute in ("mechanism", "attends_elsewhere", "lent_state", "sees_only_the_past"):
+        for attribute in ("mechanism", "attends_elsewhere", "lent_state", "sees_only_the_past", "max_rollback"):
             if hasattr(module, attribute):
                 delattr(module, attribute)
     for module in (*_models(model), *modules.values()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook in (lend_state, refuse_weights)]:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-    model.__dict__.pop("_is_stateful", None)
     for config in _configs(model, modules):
         for setting in ("lln_attention", "attn_implementation"):
             config.__dict__.pop(setting, None)

@@ -43,7 +43,8 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
         kind.__init__(self, config, *args, **kwargs)
         with torch.device("cpu"), warnings.catch_warnings():  # the rest is built on torch's "meta", without memory
             warnings.simplefilter("ignore")  # what is left as it was has been said when the model was converted
-            convert(self, saved["attention"], max_len=saved["max_len"], **saved["options"])
+            more = {name: saved[name] for name in ("max_rollback",) if name in saved}
+            convert(self, saved["attention"], max_len=saved["max_len"], **more, **saved["options"])
 
     # A class for this one call, so that transformers finds the mechanisms' parameters when it loads the weights.
     opening: Any = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln.curves import Matching
 from lln.functional import block_diagonal_attention, lln_attention
 from lln.masks import blank, read_padding
-from lln.moments import Scope
+from lln.matching.curves import Matching
+from lln.matching.moments import Scope
 from lln.precision import accumulator
 
 

@@ -17,7 +17,8 @@ from lln.functional import KINDS, match_moments
 from lln.instruments.reading import Options, read, scales_of
 from lln.instruments.rows import MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding
-from lln.nn import JoinedBranches, LLNAttention, Mechanism
+from lln.mechanism import JoinedBranches, Mechanism
+from lln.nn import LLNAttention
 from lln.precision import accumulator
 
 Choose = Callable[[int, int], tuple[int, list[int]]]  # from batch and heads to a sample and some heads
@@ -138,12 +139,15 @@ def from_ours(
     *,
     key_padding_mask: Tensor | None = None,
     query_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     is_causal: bool = False,
 ) -> Capture:
     """`lln.LLNAttention` and `lln.LLNDiagAttention`, also inside `lln.MultiheadAttention`.
 
-    A learned scale for each value feature leaves LLN + Diag without a matrix; its LLN branch is recorded then.
+    A learned scale for each value feature leaves LLN + Diag without a matrix; its LLN branch is recorded then. Of
+    packed sequences the longest is recorded.
     """
+    query, key = _longest(query, key, cu_seqlens)
     if query_padding_mask is not None and (
         key_padding_mask is None or not torch.equal(query_padding_mask, key_padding_mask)
     ):
@@ -152,6 +156,17 @@ def from_ours(
     options = Options(key_padding_mask=keep, is_causal=is_causal)
     _add_settings(options, module, query, key)
     return _with_share(take(choose, query, key, options), module)
+
+
+def _longest(query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Query and key of the longest of packed sequences, the first of several, in rows that are laid end to end."""
+    if cu_seqlens is None:
+        return query, key
+    lengths = cu_seqlens.diff()
+    longest = int(lengths.argmax())
+    row, start = divmod(int(cu_seqlens[longest]), query.shape[2])
+    part = slice(start, start + int(lengths[longest]))
+    return query[row, None, :, part], key[row, None, :, part]
 
 
 def _with_share(capture: Capture, module: nn.Module | None) -> Capture:
@@ -175,12 +190,14 @@ def from_hugging_face(
     """An attention function of transformers: query and key come after rotary embedding and cache.
 
     A function registered under the name of one of our kinds, or with an attribute `kind`, is read as that kind; a
-    module that `lln.hf.convert` gave a mechanism, as that mechanism with its options.
+    module that `lln.hf.convert` gave a mechanism, as that mechanism with its options. Of packed sequences the longest
+    is recorded.
     """
     mechanism = getattr(module, "mechanism", None)
     if implementation.startswith(HF_SOFTMAX) or getattr(module, "attends_elsewhere", False):
         kind, mechanism = "softmax", None
     else:
+        query, key, attention_mask = _unpacked(query, key, attention_mask, rest)
         read = mechanism.recorded_options(query, key) if isinstance(mechanism, Mechanism) else None
         kind = read["kind"] if read else mechanism.record.name if mechanism else implementation
     if kind not in KINDS:
@@ -211,6 +228,14 @@ def from_hugging_face(
         )
     mask = attention_mask[..., : key.shape[2]]
     return take(choose, query, key, Options(kind="softmax"), mask=mask, scale=scale)
+
+
+def _unpacked(query: Tensor, key: Tensor, mask: Any, rest: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
+    """The longest of packed sequences, which has no padding; the input as it is if there are none."""
+    from lln.hf.packing import read_packing  # only where there is transformers
+
+    starts = read_packing(mask, query, key, rest)
+    return (query, key, mask) if starts is None else (*_longest(query, key, starts), None)
 
 
 def _add_settings(options: Options, mechanism: Mechanism, query: Tensor, key: Tensor) -> None:

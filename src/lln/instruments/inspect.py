@@ -53,8 +53,8 @@ def inspect_model(model: str, text: str, *, out: str | Path | None = None, token
         raise ValueError("the text is empty; a few hundred words show the most")
     if tokens < 2:
         raise ValueError(f"tokens must be at least 2, got {tokens}: a single token has nothing to attend to")
-    network, tokenizer, notes = _load(model)
-    ids = _encode(network, tokenizer, text, tokens)
+    network, tokenizer, notes = load_model(model)
+    ids = encode(network, tokenizer, text, tokens)[0]
     if ids.shape[1] < 2:
         raise ValueError(f"the text has only {ids.shape[1]} token; a few hundred words show the most")
     network.eval()
@@ -144,12 +144,13 @@ def _instruments(capture: Capture) -> list[Record]:
     ]
 
 
-def _load(model: str) -> tuple[Any, Any, list[str]]:
+def load_model(model: str, auto_class: str = "AutoModel") -> tuple[Any, Any, list[str]]:
     """The network, its tokenizer or None, and what to say about them."""
     try:
         transformers: Any = import_module("transformers")
     except ImportError as error:
         raise ImportError("lln inspect needs transformers: pip install 'lln-attention[hf]'") from error
+    factory = getattr(transformers, auto_class)
     folder = Path(model)
     notes: list[str] = []
     if folder.is_dir():
@@ -172,15 +173,15 @@ def _load(model: str) -> tuple[Any, Any, list[str]]:
     if weights and hasattr(config, "lln_attention"):
         from lln.hf import from_pretrained
 
-        network = from_pretrained(folder, transformers.AutoModel)
+        network = from_pretrained(folder, factory)
     elif weights:
-        network = transformers.AutoModel.from_pretrained(folder)
+        network = factory.from_pretrained(folder)
     else:
         notes.append("no weights found, so they are random")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
-                network = transformers.AutoModel.from_config(config)
+                network = factory.from_config(config)
             except Exception as error:
                 raise ValueError(f"no {model} can be made of its configuration: {_words(error)}") from error
     if not words:
@@ -194,20 +195,21 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _encode(network: Any, tokenizer: Any, text: str, tokens: int) -> Tensor:
-    """The first tokens of the text, (1, N), as many as the model has positions for."""
+def encode(network: Any, tokenizer: Any, text: str, tokens: int) -> list[Tensor]:
+    """The text in parts (1, N) of so many tokens, or of as many as the model has positions for; the last is shorter."""
     config = network.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or tokens
     if network.config.model_type in OFFSET_POSITIONS:
         positions -= 2
     length = min(tokens, positions)
     if tokenizer is not None:
-        encoded = tokenizer(text, truncation=True, max_length=length, return_tensors="pt")
-        return torch.as_tensor(encoded["input_ids"])
-    # Small ids are often special, such as padding, which would be masked.
-    first = max(0, min(10, config.vocab_size - BYTES))
-    ids = [first + byte % (config.vocab_size - first) for byte in text.encode()[:length]]
-    return torch.tensor([ids])
+        parts = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+    else:
+        # Small ids are often special, such as padding, which would be masked.
+        first = max(0, min(10, config.vocab_size - BYTES))
+        ids = [first + byte % (config.vocab_size - first) for byte in text.encode()]
+        parts = [ids[start : start + length] for start in range(0, len(ids), length)]
+    return [torch.tensor([part]) for part in parts]
 
 
 def _grid(records: list[Record], column: str) -> tuple[list[str], list[list[float]]]:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from lln.checks import FLOATS, check_block_size, check_choice, check_inputs
-from lln.curves import MATCHINGS, Form, Matching
 from lln.forms import in_paper_form
 from lln.functional import KINDS, Kind
 from lln.instruments.rows import CHUNK_ENTRIES, CHUNK_ROWS, LLNRows, MatrixRows, MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding, read_paddings
-from lln.moments import SCOPES, Scope, chunks
+from lln.matching.curves import MATCHINGS, Form, Matching
+from lln.matching.moments import SCOPES, Scope, chunks
 from lln.precision import accumulator
 from lln.problem import Centers, FarOptions, Problem
 

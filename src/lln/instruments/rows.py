@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lln.functional import Kind
-from lln.moments import chunks
+from lln.matching.moments import chunks
 from lln.precision import accumulator
 
 # Numbers in a chunk of rows: 4 MB of float32, small enough for a cache, large enough that Python's share is small.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lln.instruments.reading import Options, measure
 from lln.instruments.rows import LLNRows, MatrixRows, Rows, SoftmaxRows
-from lln.moments import chunks
+from lln.matching.moments import chunks
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,7 @@ from torch import Tensor
 from lln.instruments.lognormality import statistics
 from lln.instruments.reading import Options, measure, read, scaled_inputs
 from lln.instruments.rows import Rows, SoftmaxRows
-from lln.moments import lln_temperature, measure_moments, softmax_temperature
+from lln.matching.moments import lln_temperature, measure_moments, softmax_temperature
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ from lln.zoo import (  # noqa: F401
 
 # isort: split
 # Later than the paper's own, so that they are listed after these.
-from lln.nn import Mechanism
-from lln.zoo import based, delta, gla, hedgehog, retention, t2r  # noqa: F401
+from lln.mechanism import Mechanism
+from lln.zoo import based, delta, gla, hedgehog, hybrid, retention, t2r  # noqa: F401
 from lln.zoo.registry import PeerMechanism, Record, build, describe, names
 
 __all__ = ["Mechanism", "PeerMechanism", "Record", "build", "describe", "names"]

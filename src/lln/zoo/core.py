@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from lln.checks import check_block_size
 from lln.functional import block_diagonal_attention
 from lln.masks import blank
 from lln.nn import LLNAttention, LLNDiagAttention
@@ -65,6 +66,7 @@ class BlockDiagonal(PeerMechanism):
 
     def __init__(self, *, num_heads: int, head_dim: int, max_len: int | None = None, block_size: int = 64) -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim, max_len=max_len)
+        check_block_size(block_size)
         self.block_size = block_size
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lln.backends.torch.summary import collect
 from lln.checks import check_at_least
-from lln.moments import CHUNK_TOKENS, chunks
+from lln.matching.moments import CHUNK_TOKENS, chunks
 from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import blocks, join_blocks, on_kept_tokens
 

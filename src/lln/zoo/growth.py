@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from lln.nn import Mechanism
+from lln.mechanism import Mechanism
 from lln.zoo.registry import build, describe, names
 
 HEADS, HEAD_DIM = 2, 64

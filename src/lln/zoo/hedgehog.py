@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
+from lln.backends.torch.summary import repeat_heads
 from lln.functional import lln_attention
 from lln.masks import blank, blank_not_finite
 from lln.precision import accumulator, in_full_precision
@@ -42,6 +43,13 @@ class Hedgehog(PeerMechanism):
         # With as many queries as keys these are the same tokens, as everywhere in this library (lln.masks).
         query = blank_not_finite(query, keep if query.shape[2] == key.shape[2] else None)
         return _attend(query, blank(key, keep), value, keep, is_causal, self.map_query, self.map_key)
+
+    def log_features(
+        self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        groups = query.shape[1] // key.shape[1]
+        key = repeat_heads(blank(key, keep_key), groups)
+        return _log_features(blank(query, keep_query) @ self.map_query), _log_features(key @ self.map_key)
 
 
 @in_full_precision

@@ -22,7 +22,7 @@ from lln.backends.torch.causal import CAUSAL_CHUNK
 from lln.backends.torch.summary import collect
 from lln.checks import known
 from lln.masks import blank, blank_not_finite
-from lln.moments import chunks, not_finite, pieces
+from lln.matching.moments import chunks, not_finite, pieces
 from lln.precision import accumulator, in_full_precision
 
 Features = Callable[[Tensor, slice], Tensor]  # of a piece (B, H, T, D), and where in the sequence it lies

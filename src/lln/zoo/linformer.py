@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from lln.backends.torch.summary import collect
 from lln.checks import check_at_least
 from lln.masks import blank, front_order, take_tokens
-from lln.moments import chunks
+from lln.matching.moments import chunks
 from lln.precision import accumulator
 from lln.zoo.registry import PeerMechanism, register
 

@@ -16,7 +16,7 @@ from lln.backends.torch.causal import causal_attention
 from lln.backends.torch.summary import collect, empty_summary, merge, recall, remember
 from lln.checks import check_at_least
 from lln.masks import blank
-from lln.moments import chunks
+from lln.matching.moments import chunks
 from lln.precision import accumulator
 from lln.zoo.registry import PeerMechanism, register
 

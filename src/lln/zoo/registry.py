@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lln.checks import check_inputs
 from lln.masks import read_padding
-from lln.nn import Mechanism
+from lln.mechanism import Mechanism
+from lln.packed import attend_packed
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,13 @@ class PeerMechanism(Mechanism):
         value: Tensor,
         *,
         key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
         record = self.record
+        if cu_seqlens is not None:
+            masks = {"key_padding_mask": key_padding_mask}
+            return attend_packed(self, query, key, value, cu_seqlens, is_causal=is_causal, **masks)
         check_inputs(query, key, value)
         if query.shape[1] != self.num_heads or query.shape[3] != self.head_dim:
             raise ValueError(

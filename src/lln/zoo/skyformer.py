@@ -6,7 +6,7 @@ from torch import Tensor
 from lln.backends.torch.summary import collect
 from lln.checks import check_at_least
 from lln.masks import blank
-from lln.moments import chunks, pieces
+from lln.matching.moments import chunks, pieces
 from lln.precision import accumulator
 from lln.zoo.nystrom import ITERATIONS, LANDMARKS, landmarks, refine_inverse
 from lln.zoo.registry import PeerMechanism, register

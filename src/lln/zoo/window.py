@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from lln.backends.torch.summary import absent, collect
 from lln.masks import blank, front_order, take_tokens
-from lln.moments import CHUNK_TOKENS, chunks
+from lln.matching.moments import CHUNK_TOKENS, chunks
 from lln.precision import accumulator
 
 # Under the root of the mean square, so that a row of zeros (no score above 0) stays zero and has a finite gradient.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lln import reference
 from lln.checks import check_choice
-from lln.curves import FORMS, MATCHINGS, PUBLISHED_A, PUBLISHED_B, PUBLISHED_HEAD_DIM, Form, Matching
+from lln.matching.curves import FORMS, MATCHINGS, PUBLISHED_A, PUBLISHED_B, PUBLISHED_HEAD_DIM, Form, Matching
 
 CALIBRATED_FORMS: tuple[Form, ...] = ("paper", "unbiased")
 SEED = 20260711

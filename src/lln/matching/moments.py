@@ -3,7 +3,7 @@
     alpha = s / (sqrt(2) sigma_q)     beta = s / (sqrt(2) sigma_k)                                          (eq. 10)
 
 sigma_q and sigma_k are the standard deviations of all entries of the queries and keys, and the spread s² follows from
-the variance of the softmax scores q_i . k_j / sqrt(D) by a matching curve (`lln.curves`).
+the variance of the softmax scores q_i . k_j / sqrt(D) by a matching curve (`lln.matching.curves`).
 
 Whose statistics: per sample and head over the kept tokens (`scope="sample"`), so that no result depends on the rest of
 the batch or on padding; or pooled over the whole batch (`scope="batch"`), as the paper's code has it. With a causal
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_choice, check_inputs
-from lln.curves import Form, Matching, linear_constants, matched_spread
 from lln.masks import blank, kept_tokens, read_paddings
+from lln.matching.curves import Form, Matching, linear_constants, matched_spread
 from lln.precision import accumulator, in_full_precision, sum_dtype
 
 Scope = Literal["sample", "batch"]

@@ -46,7 +46,7 @@ PUBLISHED_HEAD_DIM, PUBLISHED_A, PUBLISHED_B = 64, 0.14855178144710912, -0.35487
 # Scores that vary more than this give a one-hot softmax in any precision; a limit keeps every later step finite.
 MAX_SCORE_VARIANCE = 1e6
 
-TABLE_PATH = files("lln").joinpath("curves.json")
+TABLE_PATH = files("lln.matching").joinpath("curves.json")
 TABLE: dict[str, Any] = json.loads(TABLE_PATH.read_text()) if TABLE_PATH.is_file() else {}
 
 
@@ -60,7 +60,7 @@ def matched_spread(
 
     A row of the unbiased form has an entropy of at least about ln(N/D) nats, whatever the spread. Where that of softmax
     is so low that `entropy` matching comes near this limit (1024 keys: beyond v = 2.6 for D = 8 and 5 for D = 64), it
-    stops, and s² is proportional to v from there on; see `lln.calibration.REACH`.
+    stops, and s² is proportional to v from there on; see `lln.matching.calibration.REACH`.
 
     Raises:
         ValueError: matching or form is not one of `MATCHINGS` and `FORMS`.

@@ -1,0 +1,101 @@
+"""What all attention modules on (query, key, value) have in common, and how two branches are put together."""
+
+import math
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lln.checks import check_choice
+from lln.state import LLNState
+
+Combine = Literal["average", "ratio", "gate", "scale"]
+Branches = Literal["both", "far", "near"]
+
+
+class Mechanism(nn.Module):
+    """Base of all attention modules on (query, key, value), those of this file and those of `lln.zoo`.
+
+    A mechanism says itself what the rest of the library may do with it: whether it takes grouped heads as they are,
+    what a state of it is, and what an instrument may read.
+    """
+
+    takes_grouped_heads: ClassVar[bool] = False  # or else keys and values are repeated for it
+    averages_branches: bool = True  # `join` is the mean of its branches, which a state computes by itself
+    record: ClassVar[Any]  # what `lln.zoo` knows about it
+    num_heads: int
+    head_dim: int
+
+    def init_state(
+        self, batch: int, *, key_heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> LLNState | None:
+        """The state before the first token, for generation; None: the mechanism has no state of constant size."""
+        return None
+
+    def far_inputs(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The query and key of LLN attention in a state, and log-weights (B, H, N) of the keys or None.
+
+        What softmax attention among neighbours is computed of stays `query` and `key`.
+        """
+        return query, key, None
+
+    def join(self, far: Tensor, near: Tensor, query: Tensor) -> Tensor:
+        """The output from those of the two branches of a state."""
+        return (far + near) / 2
+
+    def log_features(
+        self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """a (B, H, N, F) and b (B, H, M, F) of an attention P_ij ~ sum_l exp(a_il + b_jl); None if it is not one."""
+        return None
+
+    def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
+        """The options of `lln.attention_matrix` that give this attention; None: it is not one of its kinds."""
+        return None
+
+
+class JoinedBranches(nn.Module):
+    """What LLN attention says of the far and block-diagonal attention of the near, put together.
+
+    - `combine="average"`: half of each, the paper's layer;
+    - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks;
+    - `combine="gate"`: such a share for each query, sigmoid(g . q_i + c) with g and c of each head, from g = 0;
+    - `combine="scale"`: a learned factor for each branch, head and value feature.
+
+    `share` is what LLN has at first where it is learned.
+    """
+
+    def _prepare_join(self, combine: Combine, share: float, num_heads: int, head_dim: int, value_dim: int) -> None:
+        check_choice("combine", combine, get_args(Combine))
+        if not 0.0 < share < 1.0:
+            raise ValueError(f"share must be between 0 and 1, got {share}")
+        if combine == "average" and share != 0.5:
+            raise ValueError(f'an average has a share of 0.5, got {share}; use combine="ratio" or "scale"')
+        self.combine: Combine = combine
+        self.branches: Branches = "both"
+        self.averages_branches = combine == "average"
+        if combine in ("ratio", "gate"):
+            self.ratio_logit = nn.Parameter(torch.full((num_heads,), math.log(share / (1 - share))))
+            if combine == "gate":
+                self.gate = nn.Parameter(torch.zeros(num_heads, head_dim))
+        elif combine == "scale":
+            self.far_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), share))
+            self.near_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), 1 - share))
+
+    def join(self, far: Tensor, near: Tensor, query: Tensor) -> Tensor:
+        """The output from those of the two branches, and the query (B, H, N, D)."""
+        if self.branches != "both":
+            return far if self.branches == "far" else near
+        if self.combine == "average":
+            return (far + near) / 2
+        if self.combine in ("ratio", "gate"):
+            logit = self.ratio_logit.to(far.dtype)[:, None, None]
+            if self.combine == "gate":
+                logit = logit + query.to(far.dtype) @ self.gate.to(far.dtype)[..., None]
+            return torch.lerp(near, far, logit.sigmoid())
+        return self.far_scale.to(far.dtype) * far + self.near_scale.to(far.dtype) * near
+
+    def share_parameters(self) -> list[nn.Parameter]:
+        """What decides how the branches are put together."""
+        names = ("ratio_logit", "gate", "far_scale", "near_scale")
+        return [parameter for name, parameter in self.named_parameters(recurse=False) if name in names]

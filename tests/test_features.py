@@ -1,0 +1,164 @@
+"""Learned inputs of LLN attention."""
+
+import pytest
+import torch
+
+import lln
+from lln.features import HeadFeatures, balanced_basis
+
+FORMS = ("paper", "unbiased", "decomposed")
+
+
+def heads(tokens=37, *, key_heads=2, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(3, 4, tokens, 8, generator=generator, dtype=dtype) + 0.5
+    key, value = (torch.randn(3, key_heads, tokens, 8, generator=generator, dtype=dtype) for _ in range(2))
+    return query, key - 0.3, value
+
+
+def make(form="decomposed", *, projection=True, signed=True, key_heads=2, cls=lln.LLNAttention, **options):
+    torch.manual_seed(1)
+    shape = {"num_key_heads": key_heads, "statistics": "learned", "form": form}
+    module = cls(4, 8, **shape, projection=projection, signed=signed, **options).double()
+    with torch.no_grad():
+        for parameter in module.features.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return module
+
+
+def explicit(module, query, key, value, *, keep=None, is_causal=False):
+    """The formula of `lln.features`, head by head and pair by pair."""
+    f = module.features
+    output = torch.zeros(*query.shape[:3], value.shape[3], dtype=query.dtype)
+    groups = query.shape[1] // key.shape[1]
+    for sample in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            q, k, v = query[sample, head], key[sample, head // groups], value[sample, head // groups]
+            a, b = q, k
+            if f.form == "decomposed":
+                a, b = a - f.center_q[head], b - f.center_k[head // groups]
+            if f.projection:
+                a, b = a @ f.project_q[head], b @ f.project_k[head // groups]
+            a, b = a * f.log_alpha[head].exp(), b * f.log_beta[head // groups].exp()
+            if f.signed:
+                a, b = torch.cat((a, -a), -1), torch.cat((b, -b), -1)
+            weights = a.exp() @ b.exp().T
+            if f.form != "paper":
+                weights = weights / b.exp().sum(-1)
+            if f.form == "decomposed":
+                weights = weights * (k @ f.column[head]).exp()
+            if is_causal:
+                weights = weights.tril()
+            if keep is not None:
+                weights = weights * keep[sample]
+            output[sample, head] = weights / weights.sum(-1, keepdim=True) @ v
+    return output
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("projection", "signed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("form", FORMS)
+def test_is_the_formula(form, projection, signed, is_causal):
+    module, inputs = make(form, projection=projection, signed=signed), heads()
+    expected = explicit(module, *inputs, is_causal=is_causal)
+    torch.testing.assert_close(module(*inputs, is_causal=is_causal), expected, rtol=1e-9, atol=1e-9)
+    single = module.float()(*(x.float() for x in inputs), is_causal=is_causal)
+    torch.testing.assert_close(single.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_does_not_matter_even_where_it_is_not_finite():
+    module, (query, key, value) = make(), heads()
+    keep = torch.ones(3, 37, dtype=torch.bool)
+    keep[1, 20:], keep[2, :9] = False, False
+    expected = explicit(module, query, key, value, keep=keep)
+    for x in (query, key, value):
+        x[~keep[:, None].expand(x.shape[:3])] = torch.nan
+    output = module(query, key, value, key_padding_mask=keep)
+    kept = keep[:, None, :, None].expand_as(output)
+    torch.testing.assert_close(output[kept], expected[kept])
+    output[kept].sum().backward()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in module.features.parameters())
+
+
+def test_gradients_of_all_parameters():
+    module, inputs = make(), heads(5)
+    parameters = tuple(module.features.parameters())
+    torch.autograd.gradcheck(lambda *_: module(*inputs, is_causal=True), parameters)
+
+
+def test_a_balanced_basis_keeps_products_and_has_one_diagonal_covariance():
+    query, key, _ = heads(400, key_heads=4)
+    query, key = (x - x.mean(dim=(0, 2), keepdim=True) for x in (query, key))
+    query = query @ torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    to_q, to_k = balanced_basis(query, key)
+    new_q, new_k = query @ to_q, key @ to_k
+    torch.testing.assert_close(new_q @ new_k.mT, query @ key.mT, rtol=1e-6, atol=1e-6)
+    for x, other in ((new_q, new_k), (new_k, new_q)):
+        covariance, wanted = _covariance(x), _covariance(other)
+        torch.testing.assert_close(covariance, wanted, rtol=1e-3, atol=1e-3)
+        assert float((covariance - torch.diag_embed(covariance.diagonal(dim1=1, dim2=2))).abs().max()) < 1e-3
+
+
+def _covariance(x):
+    rows = x.transpose(0, 1).flatten(1, 2)
+    return rows.mT @ rows / rows.shape[1]
+
+
+def test_calibration_measures_centres_and_matches_the_scales():
+    query, key, _ = heads(300, dtype=torch.float32)
+    features = HeadFeatures(4, 8, num_key_heads=2, form="decomposed", projection=False, signed=False)
+    features.calibrate(query, key, matching="variance", spread=0.5)
+    torch.testing.assert_close(features.center_q, query.mean(dim=(0, 2)))
+    torch.testing.assert_close(features.column, query.mean(dim=(0, 2)) * 8**-0.5)
+    centred = query - features.center_q[:, None], key - features.center_k[:, None]
+    alpha, _ = lln.match_moments(*centred, form="unbiased")
+    torch.testing.assert_close(features.log_alpha.exp(), 0.5 * alpha.mean(dim=0), rtol=1e-4, atol=0)
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ValueError, match="learned"):
+        lln.LLNAttention(2, 8, projection=True)
+    with pytest.raises(ValueError, match="alpha and beta are parameters"):
+        lln.LLNAttention(2, 8, statistics="learned", alpha=1.0)
+
+
+@pytest.mark.parametrize("combine", ["average", "ratio", "gate", "scale"])
+def test_both_branches(combine):
+    module = make(cls=lln.LLNDiagAttention, combine=combine, near="window", block_size=6)
+    query, key, value = heads()
+    far = explicit(module, query, key, value)
+    near = lln.block_diagonal_attention(query, key, value, block_size=6, near="window")
+    torch.testing.assert_close(module(query, key, value), (far + near) / 2, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gate_depends_on_the_query():
+    module = make(cls=lln.LLNDiagAttention, combine="gate", share=0.2)
+    with torch.no_grad():
+        module.gate.normal_()
+    query, key, value = heads()
+    share = torch.sigmoid((query * module.gate[:, None]).sum(-1, keepdim=True) + torch.log(torch.tensor(0.25)))
+    near = lln.block_diagonal_attention(query, key, value)
+    expected = share * explicit(module, query, key, value) + (1 - share) * near
+    torch.testing.assert_close(module(query, key, value), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_gives_what_causal_attention_gives(form, dtype):
+    """Far features of another number than the head's, and softmax attention of the query and key themselves."""
+    options = {"near": "window", "block_size": 5, "combine": "gate"}
+    module = make(form, cls=lln.LLNDiagAttention, **options).to(dtype).eval()
+    with torch.no_grad():
+        module.gate.normal_()
+    query, key, value = (x.to(dtype) for x in heads())
+    state = module.init_state(3, key_heads=2, value_dim=8, dtype=dtype, device=torch.device("cpu"))
+    outputs = []
+    with torch.no_grad():
+        for start, end in ((0, 11), (11, 12), (12, 37)):
+            q, k, v = (x[:, :, start:end] for x in (query, key, value))
+            a, b, weight = module.far_inputs(q, k)
+            far, near, state = state.branches(a, b, v, near_query=q, near_key=k, key_weight=weight)
+            outputs.append(module.join(far, near, q))
+        expected = module(query, key, value, is_causal=True)
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(torch.cat(outputs, dim=2).to(dtype), expected, rtol=tolerance, atol=tolerance)

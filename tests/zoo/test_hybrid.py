@@ -1,0 +1,31 @@
+import pytest
+import torch
+
+import lln
+import lln.zoo
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return lln.zoo.build("hybrid", num_heads=2, head_dim=8, **options)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("far", ["elu", "hedgehog", "lln"])
+def test_both_branches_with_their_shares(far, is_causal):
+    hybrid = make(far=far, block_size=5, share=0.3)
+    with torch.no_grad():
+        hybrid.gate.normal_()
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(2, 2, 23, 8) for _ in range(3))
+    options = {"key_padding_mask": torch.tensor([23, 14]), "is_causal": is_causal}
+    distant = lln.zoo.build(far, num_heads=2, head_dim=8)(query, key, value, **options)
+    close = lln.block_diagonal_attention(query, key, value, block_size=5, near="window", **options)
+    share = torch.sigmoid((query * hybrid.gate[:, None]).sum(dim=-1, keepdim=True) + torch.log(torch.tensor(0.3 / 0.7)))
+    output = hybrid(query, key, value, **options)
+    torch.testing.assert_close(output, share * distant + (1 - share) * close, rtol=1e-5, atol=1e-5)
+
+
+def test_a_far_mechanism_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="no mechanism is called 'nothing'"):
+        make(far="nothing")
