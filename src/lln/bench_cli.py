@@ -1,4 +1,7 @@
-"""`lln bench`: time and memory on this machine. Every command measures, prints tables, and writes a record if asked."""
+"""`lln bench`: time and memory on this machine, and the forms of LLN on a pretrained model.
+
+Every command measures, prints tables, and writes a record if asked.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -139,8 +142,19 @@ def decode(
     out: Out = None,
     fresh: Fresh = False,
     goals: Goals = False,
+    model: Annotated[
+        str | None, typer.Option(help="Time a transformers model from this folder instead, softmax against converted.")
+    ] = None,
 ) -> None:
-    """What one more token costs after 1k to 128k tokens: LLN's state against a growing key-value cache."""
+    """What one more token costs after 1k to 128k tokens: LLN's state against a growing key-value cache.
+
+    With --model: what it costs a whole model after 64 and 8,192 tokens (or --lengths).
+    """
+    if model is not None:
+        if goals or out is not None:
+            raise ValueError("--model only prints its table; leave --goals and --out out")
+        _decode_model(model, lengths, seconds, seed)
+        return
     from lln.bench.attention import kernel_in_use
     from lln.bench.candidates import Setting
     from lln.bench.decode import CONTEXTS, compare_decoding, steps
@@ -168,6 +182,65 @@ def decode(
     _finish(record, draw_decode)
     if goals:
         _show_goals(DECODE_GOALS, record)
+
+
+@app.command("forms")
+def forms(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder saved by save_pretrained, or a model type such as bert.")],
+    text: Annotated[Path, typer.Option(help="A text file to measure on.")],
+    calibration: Annotated[
+        Path | None, typer.Option(help="Another one, for the statistics of a causal model; left out, what follows.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    sequences: Annotated[int, typer.Option(help="Sequences to measure on.")] = 2,
+    block_size: Annotated[int, typer.Option(help="Tokens in the blocks and the window of softmax attention.")] = 64,
+    loss: Annotated[bool, typer.Option("--loss", help="Also the loss of the whole model, if it is causal.")] = False,
+    seed: Seed = 0,
+    json: Annotated[Path | None, typer.Option(help="Record the numbers here.")] = None,
+) -> None:
+    """How near LLN in all its forms, and other linear attention, is to a model's softmax attention, untrained."""
+    from lln.bench.forms import Comparison
+    from lln.bench.record import Record
+    from lln.bench.tables import forms_grids
+
+    other = None if calibration is None else _read_text("calibration", calibration)
+    setting: dict[str, Any] = {"length": length, "sequences": sequences, "block_size": block_size}
+    comparison = Comparison(model, _read_text("text", text), calibration=other, loss=loss, seed=seed, **setting)
+    setting |= {"model": Path(model).name, "layers": len(comparison.layers), "notes": comparison.notes}
+    record = Record(json, command=_command(context), setting=setting, seed=seed, fresh=True)
+    with _progress("forms", comparison.steps) as advance:
+        for row in comparison.run(advance):
+            record.add(row)
+    _show(forms_grids(record.content))
+    if json is not None:
+        console.print(f"Written: {json}")
+
+
+def _read_text(option: str, path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"--{option} must be a text file, there is none at {path}")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _decode_model(folder: str, lengths: str | None, seconds: float, seed: int) -> None:
+    from lln.bench.generation import CONTEXTS, compare_generation
+
+    numbers = _numbers("--lengths", lengths, CONTEXTS)
+    with _progress("decode", 2 * len(numbers)) as advance:
+        rows = list(compare_generation(folder, numbers, seconds=seconds, seed=seed, on_step=advance))
+    lines = [
+        (
+            f"{row['tokens']:,}",
+            row["mechanism"],
+            f"{row['milliseconds']:.2f}",
+            " to ".join(f"{x:.2f}" for x in row["quartiles"]),
+            f"{row['ratio']:.2f}",
+        )
+        for row in rows
+    ]
+    header = ("context", "attention", "ms a token", "quartiles", "of softmax")
+    _print_table(f"One more token, {folder}", header, lines)
 
 
 def _measure(record: "Record", rows: Iterable[Row], *, total: int, label: str) -> None:
@@ -250,7 +323,10 @@ def _command(context: typer.Context) -> str:
     words = ["lln", "bench", context.info_name or ""]
     for option in context.command.params:
         value = context.params[option.name or ""]
-        if option.name in ("out", "fresh", "goals") or value == option.default:
+        if option.name in ("out", "json", "fresh", "goals") or value == option.default:
+            continue
+        if option.param_type_name == "argument":
+            words.append(str(value))
             continue
         words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
     return " ".join(words)

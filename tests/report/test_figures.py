@@ -86,7 +86,7 @@ def test_same_seed_same_bytes_other_seed_other_numbers(number: int, made, tmp_pa
 
 
 def test_figure_2_has_what_the_instruments_give(tables) -> None:
-    drawn = lln.moments.measure_moments(*inputs()).score_variance.item()
+    drawn = lln.matching.moments.measure_moments(*inputs()).score_variance.item()
     for row in tables[2][5::12]:  # one temperature of each mechanism
         query, key = inputs((float(row["score_variance"]) / drawn) ** 0.25)
         scores = query @ key.mT / math.sqrt(HEAD_DIM)

@@ -7,7 +7,7 @@ normaliser from zero. It overflows where `lln.lln_attention` does not, and has n
 import torch
 from torch import Tensor
 
-from lln.curves import linear_constants
+from lln.matching.curves import linear_constants
 
 EPSILON = 1e-6
 

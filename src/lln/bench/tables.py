@@ -5,6 +5,7 @@ from typing import Any
 
 from lln.bench import candidates, decode
 from lln.bench.attention import PASSES
+from lln.bench.forms import COMPANIONS, column
 from lln.report.tables import Table
 
 Row = dict[str, Any]
@@ -50,6 +51,32 @@ def decode_grids(record: Mapping[str, Any]) -> list[Table]:
         pivot("memory held between tokens (MiB)", rows, name, _mebibytes("held_bytes")),
         pivot("peak memory of a step beyond that (MiB)", rows, name, _mebibytes("step_bytes")),
     ]
+
+
+def forms_grids(record: Mapping[str, Any]) -> list[Table]:
+    """The tables of a record: how near the attention is to softmax attention, and the loss if it was measured."""
+    rows, setting = record["rows"], record["setting"]
+    about = f"{setting['model']}, {setting['sequences']} x {setting['length']} tokens, {setting['layers']} layers"
+    companions = f"softmax attention in blocks, and in a window, of {setting['block_size']} tokens"
+    columns = {column("error", near): "error" if near is None else f"+{near}" for near in COMPANIONS}
+    columns |= {"correlation": "correlation", "divergence": "divergence", "entropy": "entropy"}
+    notes = [
+        f"error: of the outputs, 1 = uniform attention; +blocks, +window: of the average with {companions}; "
+        "correlation: of ln P with softmax's; divergence and entropy in bits. Means of layers and sequences.",
+        *setting["notes"],
+    ]
+    grids = [_forms_grid(f"Attention: {about}", rows, columns, notes)]
+    if "loss" in rows[0]:
+        columns = {column("loss", near): "loss" if near is None else f"+{near}" for near in COMPANIONS}
+        grids.append(
+            _forms_grid(
+                f"Loss of the whole model: {about}",
+                rows,
+                columns,
+                ["Of the next token, in nats, without any training."],
+            )
+        )
+    return grids
 
 
 def pivot(
@@ -106,3 +133,8 @@ def _reasons(rows: Sequence[Row], label: Callable[[str], str]) -> list[str]:
         f"{label(name)} left out at {', '.join(f'{n:,}' for n in found)} tokens: {reason}"
         for (name, reason), found in lengths.items()
     ]
+
+
+def _forms_grid(title: str, rows: Sequence[Row], columns: Mapping[str, str], notes: list[str]) -> Table:
+    body = [[row["label"], *(f"{row[name]:.2f}" for name in columns)] for row in rows]
+    return Table(title, ["", *columns.values()], body, notes)

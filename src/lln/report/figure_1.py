@@ -1,20 +1,28 @@
-"""Figure 1: temperature, entropy and spectral gap of every layer while a RoBERTa with one head a layer is trained."""
+"""Figure 1: temperature, entropy, gap and bias of every layer while a RoBERTa with one head a layer is trained.
+
+The paper shows softmax attention and its own form of LLN; the other forms are ours.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lln.report.plot import BLACK, Row, palette, panels
+from lln.report.plot import BLACK, BLUE, GREEN, VERMILLION, Look, Row, panels
 from lln.report.recorded import origin, read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ATTENTIONS = {"softmax": "-", "lln": "--"}
-QUANTITIES = {"temperature": "temperature", "entropy": "entropy [bits]", "gap": "spectral gap"}
+LOOKS = {
+    "softmax": Look("softmax", BLACK, "-"),
+    "lln": Look("LLN", VERMILLION, "--"),
+    "lln_unbiased": Look("LLN, unbiased", BLUE, "-"),
+    "lln_decomposed": Look("LLN, decomposed", GREEN, "-."),
+}
+QUANTITIES = {"temperature": "temperature", "entropy": "entropy [bits]", "gap": "spectral gap", "bias": "bias [bits]"}
 
 
 def read(results: Path) -> tuple[list[Row], str]:
-    runs = {name: read_run(results, f"one-head-{name}", made_by="figure1") for name in ATTENTIONS}
+    runs = {name: read_run(results, f"one-head-{name}", made_by="figure1") for name in LOOKS}
     rows: list[Row] = []
     for name, run in runs.items():
         for quantity in QUANTITIES:
@@ -27,20 +35,19 @@ def read(results: Path) -> tuple[list[Row], str]:
 
 
 def draw(rows: list[Row], footer: str) -> "Figure":
-    title = "Concentration while training: one head a layer"
-    figure, axes = panels(footer, title, len(QUANTITIES), size=(12.4, 4.2))
     layers = sorted({int(row["layer"]) for row in rows})
-    for panel, (quantity, label) in zip(axes, QUANTITIES.items(), strict=True):
-        for layer, color in zip(layers, palette(len(layers)), strict=True):
-            for name, line in ATTENTIONS.items():
-                chosen = [r for r in rows if (r["quantity"], r["layer"], r["attention"]) == (quantity, layer, name)]
-                x, y = [float(row["step"]) for row in chosen], [float(row["value"]) for row in chosen]
-                panel.plot(x, y, color=color, linestyle=line)
-        panel.set(xlabel="training step", ylabel=label)
-    axes[0].set_yscale("log")
-    for layer, color in zip(layers, palette(len(layers)), strict=True):
-        axes[0].plot([], [], color=color, label=f"layer {layer}")
-    for name, line in ATTENTIONS.items():
-        axes[0].plot([], [], color=BLACK, linestyle=line, label={"softmax": "softmax", "lln": "LLN"}[name])
-    figure.legend(loc="outside right center")
+    title = "Concentration while training: one head a layer"
+    size = (13.6, 0.9 + 2.6 * len(layers))
+    figure, axes = panels(footer, title, len(QUANTITIES) * len(layers), size=size, rows=len(layers))
+    places = [(layer, quantity) for layer in layers for quantity in QUANTITIES]
+    for panel, (layer, quantity) in zip(axes, places, strict=True):
+        for name, look in LOOKS.items():
+            chosen = [r for r in rows if (r["quantity"], r["layer"], r["attention"]) == (quantity, layer, name)]
+            look.plot(panel, [float(row["step"]) for row in chosen], [float(row["value"]) for row in chosen])
+        panel.set(title=f"layer {layer}", ylabel=QUANTITIES[quantity])
+        if quantity == "temperature":
+            panel.set_yscale("log")
+        if layer == layers[-1]:
+            panel.set_xlabel("training step")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     return figure

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lln import zoo
 from lln.instruments import entropy, spectral_gap
-from lln.moments import measure_moments
+from lln.matching.moments import measure_moments
 from lln.report.figure_5 import LOOKS as CURVES
 from lln.report.figure_5 import options
 from lln.report.plot import GREY, PURPLE, VERMILLION, Look, Row, Setup, column, gaussian_inputs, panels

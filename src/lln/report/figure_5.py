@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypedDict
 
-from lln.curves import Matching
 from lln.functional import Kind, attention_matrix
-from lln.moments import measure_moments
+from lln.matching.curves import Matching
+from lln.matching.moments import measure_moments
 from lln.report.plot import BLACK, BLUE, GREEN, ORANGE, SKY, Look, Row, Setup, column, gaussian_inputs, panels
 from lln.theory import softmax_log_moments
 

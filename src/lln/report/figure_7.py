@@ -55,9 +55,7 @@ def measure(setup: Setup) -> Iterator[Row]:
 
 
 def draw(setup: Setup, rows: list[Row]) -> "Figure":
-    figure, stack = panels(
-        setup.footer(), "Histograms of ln P at score variance about 1", 3, size=(8.0, 7.0), stacked=True
-    )
+    figure, stack = panels(setup.footer(), "Histograms of ln P at score variance about 1", 3, size=(8.0, 7.0), rows=3)
     for axes, curve in zip(stack, SHOWN, strict=True):
         left, right, density, normal = (
             column(rows, name, curve=curve) for name in ("left", "right", "density", "normal_density")

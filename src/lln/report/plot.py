@@ -112,13 +112,13 @@ def panels(
     count: int,
     *,
     size: tuple[float, float],
-    stacked: bool = False,
+    rows: int = 1,
 ) -> tuple["Figure", list["Axes"]]:
-    """An empty picture with `count` panels side by side or stacked, a title, and a footer on what was measured."""
+    """An empty picture with `count` panels in some rows, a title, and a footer on what was measured."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(count if stacked else 1, 1 if stacked else count, squeeze=False)
+    grid = figure.subplots(rows, count // rows, squeeze=False)
     engine = figure.get_layout_engine()
     assert engine is not None
     # The base class does not know what its constrained layout takes: here room for the footer and between the panels.
