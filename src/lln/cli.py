@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f'The lln command needs {error.name}: pip install "lln-attention[cli]"') from error
 
-from lln import bench_cli, lra_cli, train_cli
+from lln import bench_cli, linearize_cli, lra_cli, train_cli
 from lln.report.console import console, errors, print_error
 
 
@@ -51,6 +51,7 @@ app.add_typer(bench_cli.app, name="bench")
 app.add_typer(train_cli.app, name="train")
 app.add_typer(lra_cli.data, name="data")
 app.add_typer(lra_cli.lra, name="lra")
+linearize_cli.add_command(app)
 
 # Columns that are set to the right.
 NUMBERS = (
@@ -128,15 +129,15 @@ def demo(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path | None, typer.Option(help="Write the table here, in the format of lln/curves.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the table here, in the format of curves.json.")] = None,
     explain_only: Annotated[
         bool, typer.Option("--explain-only", help="Explain the shipped table, measure no new one.")
     ] = False,
 ) -> None:
     """Measure the matching curves anew (about ten minutes), compare them with the shipped ones, and explain them."""
-    from lln import calibration
     from lln.bench.record import check_file
-    from lln.curves import TABLE, TABLE_PATH, linear_constants
+    from lln.matching import calibration
+    from lln.matching.curves import TABLE, TABLE_PATH, linear_constants
 
     if not explain_only:
         if out is not None:
@@ -219,7 +220,7 @@ def figure(
 
 @app.command()
 def table(
-    name: Annotated[str, typer.Argument(help="The number of a table in the paper, or ablation.")],
+    name: Annotated[str, typer.Argument(help="The number of a table in the paper, mlm, or ablation.")],
     out: Annotated[Path, typer.Option(help="Folder for the Markdown and the PNG.")] = Path("tables"),
     results: Results = Path("results"),
 ) -> None:
@@ -239,16 +240,32 @@ def table(
 
 @app.command()
 def reproduce(
-    target: Annotated[str, typer.Argument(help="table1, table3, figure1, figure8, figure10, ablation, or all.")],
+    target: Annotated[
+        str, typer.Argument(help="table1, mlm, table3, figure1, figure8, figure10, ablation, or all but table1: all.")
+    ],
     runs: Annotated[Path, typer.Option(help="Folder for the runs, with their checkpoints.")] = Path("runs"),
     results: Results = Path("results"),
     data_dir: Annotated[Path | None, typer.Option(help="Folder with data; left out, LLN_DATA.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs side by side; they share the cores.")] = 2,
+    model: Annotated[
+        Path | None, typer.Option(help="Of table1: folder with the pretrained encoder that all methods start from.")
+    ] = None,
+    method: Annotated[list[str], typer.Option(help="Of table1: this method alone; may be given several times.")] = [],  # noqa: B006
+    task: Annotated[list[str], typer.Option(help="Of table1: this task alone; may be given several times.")] = [],  # noqa: B006
+    seed: Annotated[list[int], typer.Option(help="Of table1: this seed alone; may be given several times.")] = [],  # noqa: B006
 ) -> None:
     """Train all that a table or figure of the paper shows; the same command continues after any interruption."""
+    folders: dict[str, Any] = {"runs": runs, "data_dir": data_dir, "side_by_side": jobs, "say": console.print}
+    if target == "table1":
+        from lln.tasks.table_1 import reproduce_table_1
+
+        reproduce_table_1(model, results=results, methods=method, tasks=task, seeds=seed, **folders)
+        return
+    if model or method or task or seed:
+        raise ValueError(f"--model, --method, --task and --seed are options of table1, not of {target}")
     from lln.tasks.reproduce import reproduce as run
 
-    run(target, runs=runs, results=results / "runs", data_dir=data_dir, side_by_side=jobs, say=console.print)
+    run(target, results=results / "runs", **folders)
 
 
 @app.command()

@@ -15,7 +15,7 @@ app = typer.Typer(help="Train: pre-training, GLUE, images. The same command cont
 
 TASKS: dict[str, tuple[type[TrainConfig], str]] = {
     "mlm": (MlmConfig, "Pre-train RoBERTa on text by masked language modelling."),
-    "glue": (GlueConfig, "Fine-tune a pre-trained run on a GLUE task."),
+    "glue": (GlueConfig, "Fine-tune a pre-trained model on a GLUE task."),
     "vision": (VisionConfig, "Train a ViT to tell dogs from cats."),
 }
 
@@ -27,15 +27,18 @@ def add_command(app: typer.Typer, name: str, config: type[TrainConfig], help: st
         changes = {field: value for field, value in flags.items() if value is not None and value != []}
         if "options" in changes:
             changes["options"] = parse_options(changes["options"])
+        changes = {field: tuple(x) if isinstance(x, list) else x for field, x in changes.items()}
         train = import_module(f"lln.tasks.{name}").train  # only now: it brings transformers, accelerate and datasets
         train(config.preset(preset, **changes), out=out, data_dir=data_dir, quiet=quiet)
 
-    command.__signature__ = inspect.Signature(_parameters(config))  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in _parameters(config)}
+    command.__signature__ = inspect.Signature(config_parameters(config))  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in config_parameters(config)}
     app.command(name, help=help)(command)
 
 
-def _parameters(config: type[Any]) -> list[inspect.Parameter]:
+def config_parameters(config: type[Any]) -> list[inspect.Parameter]:
+    """The flags of a command for a config with `PRESETS`: --preset, one for each field, --out, --data-dir, --quiet."""
+
     def parameter(name: str, kind: Any, default: Any, help: str, *flags: str) -> inspect.Parameter:
         annotation = Annotated[kind, typer.Option(*flags, help=help, show_default=default is not None)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -47,6 +50,8 @@ def _parameters(config: type[Any]) -> list[inspect.Parameter]:
         help = f"{field.metadata['help']} {_presets(values)}".rstrip()
         if field.name == "options":
             found.append(parameter("options", list[str], [], help, "--option"))
+        elif kinds[field.name] == tuple[float, ...]:  # given again and again
+            found.append(parameter(field.name, list[float], [], help, field.metadata["flag"]))
         else:
             flags = [field.metadata["flag"]] if field.metadata.get("flag") else []
             found.append(parameter(field.name, kinds[field.name] | None, None, help, *flags))

@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import pytest
 
+from lln.report import figure_1
 from lln.report.figures import RECORDED, figure
 from lln.report.page import update
 from lln.report.tables import Table, table
-from lln.tasks import reproduce
+from lln.tasks import reproduce, schedule
 
 ALL = reproduce.jobs("all")
 
@@ -30,7 +31,7 @@ def write_run(folder: Path, name: str, *, accuracy: float = 0.5, loss: float = 4
     lines = [{"step": step, "loss": loss + 1 / step, "loss_scale": 2.0**step} for step in range(1, 11)]
     lines += [{"step": 20, "eval_loss": loss, "eval_accuracy": accuracy}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    measured = {"temperature": 1.0, "entropy": 5.0, "gap": 0.5, "alpha": 2.0, "beta": None}
+    measured = {"temperature": 1.0, "entropy": 5.0, "gap": 0.5, "bias": 0.1, "alpha": 2.0, "beta": None}
     records = [
         {"step": step, "layer": f"layer.{layer}", "head": head} | measured | {"alpha": 2.0 + head, "beta": 1.0 * layer}
         for step in (0, 10)
@@ -60,14 +61,22 @@ def test_recorded_figures_are_drawn(number, results, tmp_path):
     assert len(rows_of(data)) >= 8
 
 
+def test_figure_1_shows_all_forms_of_lln(results):
+    rows, _ = figure_1.read(results)
+    shown = {(row["attention"], row["quantity"], row["layer"]) for row in rows}
+    forms = ("softmax", "lln", "lln_unbiased", "lln_decomposed")
+    quantities = ("temperature", "entropy", "gap", "bias")
+    assert shown == {(name, quantity, layer) for name in forms for quantity in quantities for layer in (1, 2)}
+
+
 def test_figure_9_shows_the_mean_over_heads(results, tmp_path):
     rows = rows_of(figure(9, out=tmp_path, results=results)[2])
     assert {row["value"] for row in rows if row["quantity"] == "alpha"} == {"2.5"}
     assert {(row["layer"], row["value"]) for row in rows if row["quantity"] == "beta"} == {("1", "0"), ("2", "1")}
 
 
-def test_table_1_has_the_published_rows_and_means_over_seeds(results, tmp_path):
-    made, markdown, picture = table(1, results=results, out=tmp_path)
+def test_table_mlm_has_the_published_rows_and_means_over_seeds(results, tmp_path):
+    made, markdown, picture = table("mlm", results=results, out=tmp_path)
     assert markdown.read_text() == made.markdown()
     assert picture.stat().st_size > 5_000
     rows = {row[0]: row for row in made.rows}
@@ -148,7 +157,7 @@ class Child:
 def child(monkeypatch):
     Child.started, Child.fails = [], set()
     monkeypatch.setattr(subprocess, "Popen", Child)
-    monkeypatch.setattr(reproduce.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(schedule.time, "sleep", lambda seconds: None)
     return Child
 
 
@@ -189,14 +198,14 @@ def test_results_have_no_paths_of_the_machine(tmp_path):
 def test_reproduce_goes_on_when_a_run_fails_and_says_which(child, tmp_path):
     child.fails = {"mlm-lln"}
     with pytest.raises(ValueError, match="5 runs are not finished: mlm-lln, glue-mnli-lln-seed0"):
-        reproduce.reproduce("table1", runs=tmp_path / "r", results=tmp_path / "s", data_dir=None, say=lambda text: None)
-    assert len(child.started) == len(reproduce.jobs("table1")) - 4
+        reproduce.reproduce("mlm", runs=tmp_path / "r", results=tmp_path / "s", data_dir=None, say=lambda text: None)
+    assert len(child.started) == len(reproduce.jobs("mlm")) - 4
 
 
 def test_reproduce_refuses_data_before_a_run_starts(child, tmp_path, monkeypatch):
     folders = {"runs": tmp_path / "runs", "results": tmp_path / "results", "say": lambda text: None}
     with pytest.raises(ValueError, match=r"--data-dir must name a folder with data, and .*nowhere is none"):
-        reproduce.reproduce("table1", data_dir=tmp_path / "nowhere", **folders)
+        reproduce.reproduce("mlm", data_dir=tmp_path / "nowhere", **folders)
     monkeypatch.setenv("LLN_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="LLN_DATA must name a folder with data"):
         reproduce.reproduce("figure1", data_dir=None, **folders)
@@ -214,7 +223,7 @@ def test_reproduce_refuses_data_before_a_run_starts(child, tmp_path, monkeypatch
     assert not folders["runs"].exists()
     (data / "wikitext-2" / "valid.txt").touch()
     reproduce.reproduce("figure1", data_dir=data, **folders)
-    assert len(child.started) == 2
+    assert len(child.started) == 4
 
 
 def test_reproduce_names_a_damaged_run_before_another_starts(child, tmp_path):

@@ -1,11 +1,14 @@
 """GLUE in each of its formats."""
 
+import gzip
 import json
 
 import datasets
 import pytest
 
 from lln.tasks.data.glue import TASKS, read_glue
+from lln.tasks.metrics import METRICS
+from lln.tasks.presets import GLUE_TASKS
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +99,8 @@ def test_what_is_wrong_is_named(folder):
     (folder / "glue/sst2/dev.tsv").write_text("label\tsentence\n")
     with pytest.raises(ValueError, match="'sst2' has no validation examples"):
         read_glue("sst2", "validation", folder)
-    with pytest.raises(ValueError, match="unknown GLUE task 'cola': expected one of mnli, qnli, qqp, sst2"):
-        read_glue("cola", "train", folder)
+    with pytest.raises(ValueError, match="unknown GLUE task 'wnli': expected one of mnli, qnli, qqp, sst2, cola"):
+        read_glue("wnli", "train", folder)
     with pytest.raises(ValueError, match="split must be"):
         read_glue("sst2", "test", folder)
     (folder / "glue/mnli").rmdir()
@@ -105,6 +108,29 @@ def test_what_is_wrong_is_named(folder):
         read_glue("mnli", "train", folder)
 
 
-def test_only_qqp_counts_f1():
-    assert {name for name, task in TASKS.items() if "f1" in task.metrics} == {"qqp"}
-    assert all("accuracy" in task.metrics for task in TASKS.values())
+def test_tasks_of_glue_and_their_metrics():
+    assert tuple(TASKS) == GLUE_TASKS
+    assert {name for name, task in TASKS.items() if "f1" in task.metrics} == {"qqp", "mrpc"}
+    assert {name for name, task in TASKS.items() if "accuracy" not in task.metrics} == {"stsb"}
+    assert all(set(task.metrics) <= METRICS.keys() for task in TASKS.values())
+    assert TASKS["cola"].metrics[0] == "matthews"
+
+
+def test_scores_are_read_as_numbers(folder):
+    (folder / "glue/stsb").mkdir()
+    rows = [{"sentence1": "a", "sentence2": "b", "score": score} for score in (0, 3.75, 5.0)]
+    write_jsonl(folder / "glue/stsb/dev.jsonl", *rows)
+    assert read_glue("stsb", "validation", folder)["label"][:] == [0.0, 3.75, 5.0]
+    for bad, message in ((5.5, "the score is 5.5; expected a number from 0 to 5"), ("high", "'score' is a str")):
+        write_jsonl(folder / "glue/stsb/dev.jsonl", {"sentence1": "a", "sentence2": "b", "score": bad})
+        with pytest.raises(ValueError, match=rf"dev\.jsonl, line 1: {message}"):
+            read_glue("stsb", "validation", folder)
+
+
+def test_reviews_lie_beside_glue(folder):
+    (folder / "imdb").mkdir()
+    with gzip.open(folder / "imdb/test.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"id": 3, "text": "good", "label": 1, "rating": 8}) + "\n")
+    assert read_glue("imdb", "validation", folder)[0] == {"text_a": "good", "text_b": None, "label": 1}
+    with pytest.raises(ValueError, match=r"imdb/train\.jsonl\.gz is missing"):
+        read_glue("imdb", "train", folder)

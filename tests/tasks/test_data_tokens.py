@@ -154,6 +154,47 @@ def test_blocks_are_the_documents_end_to_end(documents, tokenizer, tmp_path, mon
     assert packed["input_ids"][:] == expected
 
 
+@pytest.mark.parametrize("length", [3, 4, 5, 17, 128])
+@pytest.mark.parametrize("batch", [7, 1000])
+def test_separate_documents_have_their_own_ends(documents, tokenizer, tmp_path, monkeypatch, length, batch):
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path))
+    monkeypatch.setattr("lln.tasks.data.tokenizer.BATCH", batch)
+    expected, block = [], []
+    for text in documents:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        while ids:
+            size = length - len(block) - 2
+            block += [0, *ids[:size], 2]
+            ids = ids[size:]
+            if length - len(block) < 3:
+                expected.append(block + [2] * (length - len(block)))
+                block = []
+    found = pack(documents, tokenizer, length, separate=True)["input_ids"][:]
+    assert found == expected
+    joined = pack(documents, tokenizer, length)["input_ids"][:]
+    assert pack(documents, tokenizer, length)["input_ids"][:] == joined != found
+
+
+def test_separate_documents_are_numbered_and_their_positions_start_again(documents, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path))
+    blocks = pack(documents, tokenizer, 48, separate=True)
+    masked = MaskedDataset(blocks, tokenizer, seed=5, separate=True)
+    several = 0
+    for index, block in enumerate(blocks["input_ids"][:]):
+        numbers, positions = [], []
+        for token in block:
+            numbers.append(len(numbers) and numbers[-1] + (token == 0))
+            positions.append(2 if token == 0 else positions[-1] + 1)
+        example = masked.example(index, 3)
+        assert example["seq_idx"].tolist() == numbers
+        assert example["position_ids"].tolist() == positions
+        several += numbers[-1] > 0
+    assert several
+    plain = MaskedDataset(blocks, tokenizer, seed=5)[0]
+    assert plain.keys() == {"input_ids", "labels"}
+    assert all(torch.equal(plain[name], masked[0][name]) for name in plain)
+
+
 def test_marks_in_text_stay_text_but_for_the_unknown_word(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_CACHE", str(tmp_path))
     tokenizer(["a", "b c"], padding=True, truncation=True, max_length=3)  # leaves nothing behind that matters

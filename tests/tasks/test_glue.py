@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lln.tasks.glue import GlueConfig, Sentences, build_model, pad, pretraining, train
+from lln.tasks.glue import GlueConfig, Sentences, pad, train
 from lln.tasks.mlm import MlmConfig
 from lln.tasks.mlm import train as pretrain
+from lln.tasks.start import find_start, pretraining
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "in", "ok", "um")]
 
@@ -90,9 +91,7 @@ def test_pairs_and_another_attention(started, data, tmp_path):
 
 def test_starts_from_the_pretrained_encoder(started):
     config = small(started, attention="lln_diag")
-    before = pretraining(config.start)
-    tokenizer = tokens(started)
-    state = build_model(config, before, tokenizer).state_dict()
+    state = find_start(config.start).build(config, 2).state_dict()
     weights = load_file(started / "mlm" / "model" / "model.safetensors")
     encoder = {name for name in weights if name.startswith("roberta.")}
     assert encoder == {name for name in state if name.startswith("roberta.")}
@@ -108,7 +107,7 @@ def tokens(started):
 @pytest.mark.parametrize("attention", ["lln_diag", "softmax"])
 def test_padding_changes_nothing(started, attention):
     tokenizer = tokens(started)
-    model = build_model(small(started, attention=attention), pretraining(str(started / "mlm")), tokenizer).eval()
+    model = find_start(str(started / "mlm")).build(small(started, attention=attention), 2).eval()
     texts = ["ba", " ".join(WORDS[:7]), "good"]
     rows = {"text_a": texts, "text_b": [None] * 3, "label": [0, 1, 0]}
     examples = [Sentences(rows, tokenizer, 32).example(i, 0) for i in range(3)]
@@ -124,8 +123,8 @@ def test_padding_changes_nothing(started, attention):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"start": ""}, "say which pre-training run to start from: --from FOLDER"),
-        ({"start": "nowhere"}, "nowhere is no run folder: it has no config.json"),
+        ({"start": ""}, "say what to start from: --from FOLDER"),
+        ({"start": "nowhere"}, "nowhere is neither a run folder nor a Hugging Face model: it has no config.json"),
         ({"max_length": 64}, "max_length 64 is more than the 40 tokens"),
         ({"options": {"block_size": 4}}, "name it too"),
     ],
@@ -136,8 +135,8 @@ def test_refused(started, changes, message, tmp_path):
 
 
 def test_unknown_task():
-    with pytest.raises(ValueError, match="task must be one of mnli, qnli, qqp, sst2; got 'cola'"):
-        GlueConfig.preset("laptop", task="cola")
+    with pytest.raises(ValueError, match=r"task must be one of mnli, qnli, qqp, sst2, .*, imdb; got 'wnli'"):
+        GlueConfig.preset("laptop", task="wnli")
 
 
 def test_pretraining_that_is_not_finished(tmp_path, started):
@@ -152,7 +151,7 @@ def test_pretraining_that_is_not_finished(tmp_path, started):
     with pytest.raises(ValueError, match=r"config\.json is not of this version of lln: .*'shape'"):
         pretraining(str(tmp_path))
     (tmp_path / "config.json").write_text('{"experiment": "vision"}')
-    with pytest.raises(ValueError, match="is no pre-training run"):
+    with pytest.raises(ValueError, match=r"is neither a pre-training run, .* nor a Hugging Face model"):
         pretraining(str(tmp_path))
 
 

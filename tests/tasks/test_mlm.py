@@ -8,6 +8,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+import lln.hf
 from lln.tasks.mlm import MlmConfig, RobertaForMaskedLM, roberta_config, start_local, train
 from lln.tasks.presets import GlueConfig, VisionConfig
 from lln.train_cli import app, parse_options
@@ -35,6 +36,23 @@ def test_same_loss_as_the_model_it_stands_for(config):
     torch.testing.assert_close(ours(tokens).logits, expected.logits)
     number = int((labels != -100).sum())
     torch.testing.assert_close(ours(tokens, labels=labels, num_items_in_batch=2 * number)["loss"], expected.loss / 2)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln_diag", "performer"])
+def test_documents_of_a_row_are_computed_as_alone(config, attention):
+    torch.manual_seed(0)
+    model = lln.hf.convert(RobertaForMaskedLM(config).eval(), attention)
+    tokens = torch.randint(5, 50, (2, 12))
+    numbers = torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [1, 2, 2]])
+    positions = torch.tensor([[*range(2, 7), *range(2, 9)], [*range(2, 11), 2, 2, 3]])
+    labels = torch.where(torch.rand(2, 12) < 0.5, tokens, -100)
+    inputs = {"seq_idx": numbers, "position_ids": positions}
+    found = model(tokens, **inputs).logits
+    for row, lengths in enumerate(([5, 7], [9, 1, 2])):
+        alone = torch.cat([model(part[None]).logits[0] for part in tokens[row].split(lengths)])
+        torch.testing.assert_close(found[row], alone, rtol=1e-4, atol=1e-5)
+    scored = model(tokens, labels=labels, **inputs)
+    torch.testing.assert_close(scored["logits"], found[labels != -100])
 
 
 @pytest.mark.parametrize(("scale", "least", "most"), [(0.0, 0.9, 1.1), (2.0, 2.0, 20.0)], ids=["random", "local"])
@@ -71,10 +89,10 @@ def test_paper_preset_is_roberta_base():
 @pytest.mark.parametrize(("name", "kind"), [("mlm", MlmConfig), ("glue", GlueConfig), ("vision", VisionConfig)])
 def test_every_setting_is_a_flag(name, kind):
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-    renamed = {"options": "--option", "start": "--from"}
+    renamed = {"options": "--option", "start": "--from", "rates": "--rate"}
     for field in dataclasses.fields(kind):
         assert renamed.get(field.name, "--" + field.name.replace("_", "-")) + " " in shown
-    assert "laptop, paper" in shown
+    assert ", ".join(kind.PRESETS) in shown
 
 
 def test_flags_reach_the_run(tmp_path, monkeypatch):
@@ -88,6 +106,9 @@ def test_flags_reach_the_run(tmp_path, monkeypatch):
     assert result.exit_code == 0
     assert not result.output
     settings = json.loads((out / "config.json").read_text())
+    assert "pack" not in settings  # as in runs from before there was this setting
+    with pytest.raises(ValueError, match="pack was None, is True"):
+        CliRunner().invoke(app, [*arguments, "--pack"], catch_exceptions=False)
     assert settings["options"] == {"alpha": 2.5, "matching": "entropy"}
     assert settings["betas"] == [0.8, 0.9]
     assert settings["steps"] == 2

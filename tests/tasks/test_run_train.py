@@ -131,6 +131,28 @@ def test_killed_and_continued_is_bit_identical(source, tmp_path, capfd):
     assert len(json.loads((killed / "provenance.json").read_text())["continued"]) == 2
 
 
+def test_packed_documents_continued_are_bit_identical(source, tmp_path, monkeypatch):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    summary = train(small(source, pack=True, steps=7), out=whole, quiet=True)
+    assert summary["tokens"] == 7 * 4 * 16  # as many as without
+    save = RunFolder.save_checkpoint
+
+    def stop(run, step, *args, **kwargs):
+        save(run, step, *args, **kwargs)
+        if step == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(small(source, pack=True, steps=7), out=stopped, quiet=True)
+    monkeypatch.undo()
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    train(small(source, pack=True, steps=7), out=stopped, quiet=True)
+    assert (stopped / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    assert metrics(stopped) == metrics(whole)
+    assert (stopped / "records.jsonl").read_text() == (whole / "records.jsonl").read_text()
+
+
 def test_what_a_run_leaves(source, tmp_path):
     out = tmp_path / "run"
     summary = train(small(source), out=out, quiet=True)

@@ -1,4 +1,4 @@
-"""Recorded runs as `lln reproduce` leaves them in the results folder: what figures 1, 8, 9, 10 and tables 1, 3 show."""
+"""Recorded runs as `lln reproduce` leaves them in the results folder: figures 1, 8, 9, 10 and tables mlm, 3."""
 
 from collections import defaultdict
 from dataclasses import dataclass

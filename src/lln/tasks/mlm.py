@@ -14,14 +14,16 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 
 from lln.hf import convert
+from lln.hf.convert import PLAIN
 from lln.tasks.config import check_attention
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.masking import IGNORED, MaskedDataset
 from lln.tasks.data.text import default_source, read_documents
 from lln.tasks.data.tokenizer import load_tokenizer, pack
+from lln.tasks.evaluation import Batch, Scores
 from lln.tasks.presets import MlmConfig
 from lln.tasks.run import open_run, processes
-from lln.tasks.trainer import Batch, Scores, Summary, fit
+from lln.tasks.trainer import Summary, fit
 
 __all__ = ["MlmConfig", "RobertaForMaskedLM", "build_model", "roberta_config", "scores", "start_local", "train"]
 
@@ -31,6 +33,9 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):  # type: ignore[no-un
 
     The vocabulary makes the last layer the dearest one, and six of seven positions have no label. `logits` is then
     (labels, vocabulary).
+
+    `seq_idx` (batch, tokens), the number of each token's document, keeps documents apart. Converted models do so by
+    themselves; the attention of transformers gets a mask for pairs of tokens.
     """
 
     def forward(
@@ -39,8 +44,13 @@ class RobertaForMaskedLM(transformers.RobertaForMaskedLM):  # type: ignore[no-un
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        if seq_idx is not None and self.config._attn_implementation in PLAIN:
+            attention_mask = (seq_idx[:, :, None] == seq_idx[:, None, :])[:, None]
+        elif seq_idx is not None:
+            kwargs["seq_idx"] = seq_idx
         if labels is None:
             return super().forward(input_ids, attention_mask, **kwargs)
         hidden = self.roberta(input_ids, attention_mask, **kwargs)[0]
@@ -121,11 +131,12 @@ def train(config: MlmConfig, *, out: Path | None = None, data_dir: Path | None =
             read = partial(read_documents, config.source, data_dir=data)
             documents = read("train")
             tokenizer = load_tokenizer(config.tokenizer, lambda: documents, vocab_size=config.vocab_size, data_dir=data)
-            blocks = pack(documents, tokenizer, config.length)
-            held_out = pack(read("validation"), tokenizer, config.length)
+            cut = partial(pack, tokenizer=tokenizer, length=config.length, separate=config.pack)
+            blocks, held_out = cut(documents), cut(read("validation"))
         if config.eval_examples is not None:
             held_out = held_out.select(range(min(config.eval_examples, len(held_out))))
-        mask = partial(MaskedDataset, tokenizer=tokenizer, seed=config.seed, probability=config.mask_probability)
+        options: dict[str, Any] = {"probability": config.mask_probability, "separate": config.pack}
+        mask: Any = partial(MaskedDataset, tokenizer=tokenizer, seed=config.seed, **options)
         return fit(
             build_model(config, tokenizer),
             run=run,

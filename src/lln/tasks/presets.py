@@ -1,12 +1,26 @@
 """The settings of each experiment, with the presets `laptop` and `paper`. The flags of `lln train` are made of them."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from lln.tasks.config import TrainConfig, setting
 
-GLUE_TASKS = ("mnli", "qnli", "qqp", "sst2")
+GLUE_TASKS = ("mnli", "qnli", "qqp", "sst2", "cola", "mrpc", "rte", "stsb", "imdb")
 SAME = "same"
+# What the preset `pretrained` gives each task: about the same time for all, a few minutes of a core.
+BUDGETS: dict[str, dict[str, Any]] = {
+    "mnli": {"train_examples": 4000, "epochs": 1.0},
+    "qnli": {"train_examples": 4000, "epochs": 1.0},
+    "qqp": {"train_examples": 4000, "epochs": 1.0},
+    "sst2": {"train_examples": 8000, "epochs": 1.0},
+    "cola": {"train_examples": 8000, "epochs": 2.0},
+    "mrpc": {"train_examples": 8000, "epochs": 2.0},
+    "rte": {"train_examples": 8000, "epochs": 2.0},
+    "stsb": {"train_examples": 8000, "epochs": 1.0},
+    "imdb": {"train_examples": 1000, "epochs": 1.0, "max_length": 512, "eval_examples": 1000, "batch_size": 16},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +35,11 @@ class MlmConfig(TrainConfig):
     tokenizer: str = setting("trained", "trained (on the text), roberta-bpe, or a folder with a saved tokenizer.")
     vocab_size: int = setting(8192, "Tokens of a trained tokenizer.")
     length: int = setting(128, "Tokens in an example.")
+    pack: bool = setting(
+        False,
+        "Keep documents apart: an example holds several, or parts of them, none of which sees another, and positions "
+        "start again with each. Left out, examples are cut from the joined text.",
+    )
     mask_probability: float = setting(0.15, "Share of the tokens that are to be predicted.")
     eval_examples: int | None = setting(None, "Validate on the first so many examples; left out, on all.")
     layers: int = setting(12, "Layers.")
@@ -78,19 +97,41 @@ class MlmConfig(TrainConfig):
         for name in ("length", "layers", "width", "heads", "feedforward"):
             self._at_least(name, 1)
 
+    def settings(self) -> dict[str, Any]:
+        # Without `pack` where it is off, so that runs from before there was such a setting can be continued.
+        return {name: value for name, value in super().settings().items() if name != "pack" or value}
+
 
 @dataclass(frozen=True, kw_only=True)
 class GlueConfig(TrainConfig):
-    """Fine-tuning. Preset `paper`: ten epochs as in fairseq's recipe for RoBERTa-base."""
+    """Fine-tuning. Preset `laptop`: after pre-training with the preset of that name; `pretrained`: from a Hugging Face
+    model, also linearised, with a budget for each task, `BUDGETS`; `paper`: ten epochs as in fairseq's recipe for
+    RoBERTa-base. Where a Hugging Face model is started from, `laptop` means `pretrained`.
+    """
 
     OTHER_ATTENTIONS: ClassVar[tuple[str, ...]] = (SAME,)
     OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}  # a pre-trained model has its own
 
-    attention: str = setting(SAME, "Mechanism; same: what the run was pre-trained with, options included.")
+    attention: str = setting(SAME, "Mechanism; same: what the start has, options included.")
     task: str = setting("sst2", f"Task: {', '.join(GLUE_TASKS)}.")
-    start: str = setting("", "Folder of the pre-training run to start from.", flag="--from")
+    start: str = setting(
+        "",
+        "Folder to start from: a run of `lln train mlm`, a Hugging Face encoder, or what `lln linearize` wrote.",
+        flag="--from",
+    )
     max_length: int = setting(128, "Longer examples are cut to so many tokens.")
     train_examples: int | None = setting(None, "Train on so many examples, drawn by the seed; left out, on all.")
+    eval_examples: int | None = setting(
+        None, "Validate on so many examples, the same for every seed; left out, on all."
+    )
+    rates: tuple[float, ...] = setting(
+        (),
+        "Learning rate to try on a tenth of the training data that is held out; give several, and the best is used. "
+        "--learning-rate instead tries none.",
+        flag="--rate",
+    )
+    trial_share: float = setting(1.0, "Share of the steps in which a rate is tried.")
+    group_lengths: bool = setting(False, "Batches of examples of similar lengths: less padding.")
     dropout: float = setting(0.1, "Dropout of activations.")
     attention_dropout: float = setting(0.1, "Dropout of attention weights; of value rows where there are no weights.")
 
@@ -99,6 +140,15 @@ class GlueConfig(TrainConfig):
             "epochs": 1.0,
             "train_examples": 12_000,
             "learning_rate": 1e-3,
+            "attention_dropout": 0.0,
+            "save_every": 200,
+            "record_every": 0,
+        },
+        "pretrained": {
+            "epochs": 1.0,
+            "rates": (5e-5, 1e-4),
+            "trial_share": 0.3,
+            "group_lengths": True,
             "attention_dropout": 0.0,
             "save_every": 200,
             "record_every": 0,
@@ -118,13 +168,39 @@ class GlueConfig(TrainConfig):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        if name == "paper" and changes.get("task") == "qqp":
+        task = changes.get("task", cls.task)
+        if name == "laptop" and is_hugging_face(changes.get("start", "")):
+            name = "pretrained"
+        if name == "paper" and task == "qqp":
             changes = {"warmup_steps": 0.25} | changes  # the recipe's only exception
+        if name == "pretrained":
+            if "learning_rate" in changes:
+                changes = {"rates": ()} | changes
+            budget = dict(BUDGETS.get(task, {}))
+            if "steps" in changes:
+                budget.pop("epochs", None)
+            changes = budget | changes
         return super().preset(name, **changes)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("task", *GLUE_TASKS)
+        for name in ("train_examples", "eval_examples"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if not all(rate > 0 for rate in self.rates):
+            raise ValueError(f"rates must be above 0, got {', '.join(map(str, self.rates))}")
+        if not 0 < self.trial_share <= 1:
+            raise ValueError(f"trial_share must be above 0 and at most 1, got {self.trial_share}")
+
+
+def is_hugging_face(folder: str) -> bool:
+    """Whether a folder holds a model as Hugging Face saves it, and no run of `lln train`."""
+    path = Path(folder) / "config.json"
+    try:
+        return bool(folder) and "model_type" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

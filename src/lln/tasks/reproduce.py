@@ -1,14 +1,11 @@
 """`lln reproduce`: all runs behind a table or figure of the paper as one command that can be stopped at any moment.
 
-A target is a list of jobs, each one `lln train ...` with a run folder of its own. Jobs run in processes of their own,
-several side by side, each with its share of the cores. A run that was interrupted goes on where its last checkpoint
-is, one that is finished is left alone, and the small files of finished runs (no weights) are copied to the results.
+A target is a list of jobs, each one `lln train ...` with a run folder of its own, run by `lln.tasks.schedule`. A run
+that was interrupted goes on where its last checkpoint is, one that is finished is left alone, and the small files of
+finished runs (no weights) are copied to the results. Table 1, which starts from a pretrained model, is in
+`lln.tasks.table_1`.
 """
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from lln.tasks.data.glue import check_glue
 from lln.tasks.data.images import find_dogs_vs_cats
 from lln.tasks.data.text import check_source, default_source
 from lln.tasks.run import CONFIG, PROVENANCE, RESTORE, SUMMARY, make_folder
+from lln.tasks.schedule import Planned, run_jobs
 
 # Files of a run folder that make up its result.
 RESULT_FILES = (CONFIG, PROVENANCE, SUMMARY, "metrics.jsonl", "records.jsonl")
@@ -32,6 +30,13 @@ ATTENTIONS = {
     **{name: (name,) for name in ("softmax", "lln", "elu", "performer", "nystrom", "cosformer", "linformer")},
     "lln_diag": AVERAGE,
     "lln_diag_learned": LEARNED_SHARE,
+}
+# Figure 1 has one head a layer, and all forms of LLN.
+ONE_HEAD = {
+    "softmax": ("softmax",),
+    "lln": ("lln",),
+    "lln_unbiased": ("lln", "--option", "form=unbiased"),
+    "lln_decomposed": ("lln", "--option", "form=decomposed"),
 }
 PRETRAINED = ("softmax", "lln_diag_learned", "lln_diag", "lln", "elu", "performer", "nystrom", "cosformer")
 GLUE = ("mnli", "qnli", "qqp", "sst2")
@@ -84,10 +89,10 @@ def fixed(scale: str) -> tuple[str, ...]:
 
 
 def jobs(target: str) -> list[Job]:
-    """The jobs of a target, in an order in which each comes after the one that it starts from."""
+    """The jobs of a target, in an order in which each comes after the one that it starts from; "all": of all."""
     seeds = {attention: (0, 1) if attention in SECOND_SEED else (0,) for attention in PRETRAINED}
     targets: dict[str, list[Job]] = {
-        "table1": [
+        "mlm": [
             *map(pretraining, PRETRAINED),
             *(fine_tuning(task, name, seed) for name in PRETRAINED for seed in seeds[name] for task in GLUE),
         ],
@@ -95,9 +100,9 @@ def jobs(target: str) -> list[Job]:
         "figure1": [
             Job(
                 f"one-head-{name}",
-                ("mlm", "--attention", name, "--heads", "1", "--record-every", "10", "--steps", "600"),
+                ("mlm", "--attention", *arguments, "--heads", "1", "--record-every", "10", "--steps", "600"),
             )
-            for name in ("softmax", "lln")
+            for name, arguments in ONE_HEAD.items()
         ],
         "figure8": [
             Job(f"fp16-{name}", ("mlm", "--attention", *ATTENTIONS[name], *SHORT_HALF))
@@ -143,33 +148,24 @@ def reproduce(
         if job not in waiting:
             collect(runs / job.name, results / job.name, data_dir)
     say(f"{target}: {len(planned)} runs, {len(planned) - len(waiting)} of them finished before")
-    running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
-    failed: list[Job] = []
-    try:
-        while waiting or running:
-            for job in _ready(waiting, runs)[: side_by_side - len(running)]:
-                waiting.remove(job)
-                running[job] = (_start(job, runs, data_dir, side_by_side), time.monotonic())
-                say(f"{job.name}: started")
-            if not running:
-                break
-            time.sleep(0.5)
-            for job, (process, began) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[job]
-                if process.returncode != 0 or not _finished(runs / job.name):
-                    failed.append(job)
-                    say(f"{job.name}: failed, see {runs / job.name}.log")
-                    continue
-                collect(runs / job.name, results / job.name, data_dir)
-                say(f"{job.name}: {_outcome(runs / job.name)} after {time.monotonic() - began:.0f} s")
-    finally:
-        for process, _ in running.values():
-            process.terminate()
-    if failed or waiting:
-        missing = ", ".join(job.name for job in failed + waiting)
-        raise ValueError(f"{len(failed + waiting)} runs are not finished: {missing}; the same command tries them again")
+
+    def plan(job: Job) -> Planned:
+        run = runs / job.name
+
+        def collected() -> str:
+            collect(run, results / job.name, data_dir)
+            return _outcome(run)
+
+        return Planned(
+            name=job.name,
+            log=runs / f"{job.name}.log",
+            command=lambda: _command(job, runs, data_dir),
+            is_finished=lambda: _finished(run),
+            collect=collected,
+            is_ready=lambda: job.after is None or _finished(runs / job.after),
+        )
+
+    run_jobs(list(map(plan, waiting)), side_by_side=side_by_side, say=say)
 
 
 def check_data(planned: Sequence[Job], data: Path) -> None:
@@ -203,22 +199,13 @@ def collect(run: Path, result: Path, data_dir: Path | None = None) -> None:
             (result / name).write_text(text, encoding="utf-8")
 
 
-def _ready(waiting: Sequence[Job], runs: Path) -> list[Job]:
-    """Jobs whose forerunner, if any, is finished."""
-    return [job for job in waiting if job.after is None or _finished(runs / job.after)]
-
-
-def _start(job: Job, runs: Path, data_dir: Path | None, side_by_side: int) -> subprocess.Popen[bytes]:
-    threads = max(1, (os.cpu_count() or 1) // side_by_side)
-    command = [sys.executable, "-m", "lln.cli", "train", *job.arguments, "--preset", "laptop", "--quiet"]
-    command += ["--out", str(runs / job.name)]
+def _command(job: Job, runs: Path, data_dir: Path | None) -> list[str]:
+    command = ["train", *job.arguments, "--preset", "laptop", "--quiet", "--out", str(runs / job.name)]
     if job.after is not None:
         command += ["--from", str(runs / job.after)]
     if data_dir is not None:
         command += ["--data-dir", str(data_dir)]
-    with (runs / f"{job.name}.log").open("ab") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    return command
 
 
 def _finished(run: Path) -> bool:

@@ -22,7 +22,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -109,6 +109,10 @@ class RunFolder:
         if self.main:
             _keep_or_check(self.path / DATA, fingerprint, "data")
 
+    def keep(self) -> None:
+        """Leave the folder as it is from now on if the run fails: something in it was measured."""
+        self._kept = None
+
     @property
     def summary(self) -> dict[str, Any] | None:
         """The result, if the run is finished."""
@@ -175,7 +179,7 @@ class RunFolder:
             path = self.path / name
             if path.exists():
                 kept = [record for record in read_records(path) if record["step"] <= last]
-                _replace(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
+                write_lines(path, kept)
 
     def note_continued(self, step: int) -> None:
         path = self.path / PROVENANCE
@@ -279,6 +283,11 @@ def make_folder(path: Path, option: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     _replace(path, _json(value))
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A JSON lines file, which is whole at every moment."""
+    _replace(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
 
 def _json(value: Any) -> bytes:

@@ -22,7 +22,6 @@ import torch
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback
 
@@ -30,21 +29,14 @@ from lln.functional import KINDS
 from lln.instruments import Recorder
 from lln.tasks.config import TrainConfig
 from lln.tasks.data.order import Examples, Unrolled
+from lln.tasks.evaluation import Batch, Measure, Score, classification_scores, evaluate
 from lln.tasks.run import RunFolder, processes
 from lln.tasks.saving import pickled, save_model, weights
 from lln.tasks.watch import Display, Metrics, StopSignals
 
-Batch = Mapping[str, Tensor]
-Scores = dict[str, tuple[float, int]]  # a sum over examples or tokens, and how many there were
 Summary = dict[str, Any]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-
-
-def classification_scores(outputs: Mapping[str, Tensor], batch: Batch) -> Scores:
-    labels = batch["labels"]
-    correct = (outputs["logits"].argmax(dim=-1) == labels).sum()
-    return {"loss": (float(outputs["loss"]) * len(labels), len(labels)), "accuracy": (float(correct), len(labels))}
 
 
 def count_tokens(batch: Batch) -> int:
@@ -61,9 +53,12 @@ def fit(
     train_data: Examples,
     eval_data: Examples,
     collate: Callable[[list[Any]], dict[str, Any]] = default_data_collator,
-    score: Callable[[Mapping[str, Tensor], Batch], Scores] = classification_scores,
+    score: Score = classification_scores,
+    measure: Measure | None = None,
     tokens: Callable[[Batch], int] = count_tokens,
     processing: Any = None,
+    notes: Mapping[str, Any] | None = None,
+    lengths_alike: bool = False,
     label: str = "training",
     quiet: bool = False,
 ) -> Summary:
@@ -72,7 +67,9 @@ def fit(
     The model takes a batch as keywords and returns a mapping with "loss" and "logits". The loss is a mean over
     examples, or, if forward takes `num_items_in_batch`, a sum divided by it: the number of labels over all processes
     and pieces of the step. `score` gives sums over a batch of the validation data, which runs over all of its examples;
-    `tokens` counts for the speed; `processing` (a tokenizer) is saved with the model.
+    `measure` gives metrics from the logits and labels of all of them; `tokens` counts for the speed; `processing` (a
+    tokenizer) is saved with the model; `notes` are entries of the summary; with `lengths_alike` a batch holds examples
+    of similar `train_data.lengths`.
     """
     state = processes()
     pieces = state.num_processes * config.gradient_accumulation
@@ -90,7 +87,7 @@ def fit(
     if checkpoint and run.main:
         run.note_continued(first_step)
         display.say(f"Continuing {run.path} from step {first_step} of {steps}.")
-    trainer = _Trainer(model, run, config, steps, train_data, eval_data, collate, score, tokens)
+    trainer = _Trainer(model, run, config, steps, train_data, eval_data, collate, score, measure, tokens, lengths_alike)
     try:
         with ExitStack() as stack:
             stack.callback(display.close)
@@ -114,7 +111,8 @@ def fit(
             if not any("eval_loss" in line and line["step"] == steps for line in run.metrics()):
                 trainer.evaluate()
         if run.main:
-            run.finish(lambda folder: save_model(model, folder, processing), _summary(run, config, steps, model))
+            summary = _summary(run, config, steps, model) | dict(notes or {})
+            run.finish(lambda folder: save_model(model, folder, processing), summary)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(
@@ -149,8 +147,10 @@ class _Trainer(Trainer):
         train_data: Examples,
         eval_data: Examples,
         collate: Callable[[list[Any]], dict[str, Any]],
-        score: Callable[[Mapping[str, Tensor], Batch], Scores],
+        score: Score,
+        measure: Measure | None,
         tokens: Callable[[Batch], int],
+        lengths_alike: bool,
     ) -> None:
         pieces = processes().num_processes * config.gradient_accumulation
         arguments = TrainingArguments(
@@ -183,7 +183,12 @@ class _Trainer(Trainer):
             model=model,
             args=arguments,
             data_collator=collate,
-            train_dataset=Unrolled(train_data, epochs=passes, seed=config.seed),
+            train_dataset=Unrolled(
+                train_data,
+                epochs=passes,
+                seed=config.seed,
+                lengths_alike=config.batch_size if lengths_alike else 0,
+            ),
             callbacks=[_Flow(self)],
         )
         self.remove_callback(PrinterCallback)
@@ -195,7 +200,7 @@ class _Trainer(Trainer):
                 device, init_scale=config.loss_scale, growth_interval=config.scale_window
             )
         self.run, self.config, self.steps = run, config, steps
-        self.eval_data, self.score, self.count = eval_data, score, tokens
+        self.eval_data, self.score, self.measure, self.count = eval_data, score, measure, tokens
         self.metrics: Metrics | None = None
         self.recorder: Recorder | None = None
         self.display: Display | None = None
@@ -261,33 +266,30 @@ class _Trainer(Trainer):
         After the last step there is a checkpoint already, so a wish to stop is heard at once.
         """
         began = time.perf_counter()
-        share = range(self.args.process_index, len(self.eval_data), self.args.world_size)
-        loader = DataLoader(
-            Subset(_Plain(self.eval_data), share), self.args.per_device_train_batch_size, collate_fn=self.data_collator
-        )
         set_seed(self.config.seed)
-        self.model.eval()
-        totals: dict[str, Any] = {}
-        with torch.no_grad():
-            for number, batch in enumerate(loader):
-                if self.stop is not None and self.stop.asked and self.state.global_step == self.steps:
-                    raise KeyboardInterrupt
-                if self.display is not None:
-                    self.display.evaluating(self.state.global_step, number / len(loader))
-                inputs = self._prepare_inputs(batch)
-                with self.compute_loss_context_manager():
-                    outputs = self.model(**inputs)
-                for name, (total, count) in self.score(outputs, inputs).items():
-                    totals[name] = totals.get(name, 0) + np.array([total, count], dtype=np.float64)
-        metrics = {}
-        for name, value in totals.items():
-            total, count = self.accelerator.reduce(torch.from_numpy(value).to(self.args.device)).tolist()
-            metrics[f"eval_{name}"] = total / count
+        found = evaluate(
+            self.model,
+            self.eval_data,
+            self.accelerator,
+            batch_size=self.args.per_device_train_batch_size,
+            collate=self.data_collator,
+            autocast=self.compute_loss_context_manager,
+            score=self.score,
+            measure=self.measure,
+            on_batch=self._on_eval_batch,
+        )
+        metrics = {f"eval_{name}": value for name, value in found.items()}
         metrics["eval_seconds"] = round(time.perf_counter() - began, 3)
         if self.metrics is not None:
             self.metrics.add({"step": self.state.global_step} | metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _on_eval_batch(self, share: float) -> None:
+        if self.stop is not None and self.stop.asked and self.state.global_step == self.steps:
+            raise KeyboardInterrupt
+        if self.display is not None:
+            self.display.evaluating(self.state.global_step, share)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.run.main:
@@ -341,16 +343,6 @@ class _Flow(TrainerCallback):
     def _record(self) -> None:
         if self.trainer.recorder is not None:
             self.trainer.recorder.step()
-
-
-class _Plain(torch.utils.data.Dataset[Any]):
-    """Examples as they look in epoch 0."""
-
-    def __init__(self, examples: Examples) -> None:
-        self.examples = examples
-
-    def __getitem__(self, index: int) -> Any:
-        return self.examples.example(index, 0)
 
 
 def _recorder(

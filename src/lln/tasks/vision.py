@@ -13,9 +13,10 @@ from lln.tasks.config import check_attention
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.images import ImageData, augment, generated_images, read_dogs_vs_cats
 from lln.tasks.data.order import draws
+from lln.tasks.evaluation import Batch
 from lln.tasks.presets import VisionConfig
 from lln.tasks.run import open_run, processes
-from lln.tasks.trainer import Batch, Summary, fit
+from lln.tasks.trainer import Summary, fit
 
 __all__ = ["VisionConfig", "build_model", "read_images", "train"]
 

@@ -1,4 +1,4 @@
-"""Four tasks of GLUE: MNLI, QNLI, QQP and SST-2, each as text_a, text_b and label.
+"""Eight tasks of GLUE, and IMDB's reviews as a ninth of longer texts, each as text_a, text_b and label.
 
 Labels are numbered as in the published data sets of the hub, so that a model trained elsewhere means the same by them.
 """
@@ -21,35 +21,30 @@ HUB = "nyu-mll/glue"
 class GlueTask:
     text_a: str  # the column of the first text
     text_b: str | None  # of the second, if the task is about pairs
-    labels: tuple[str, ...]
-    train_file: str
-    validation_file: str
-    metrics: tuple[str, ...] = ("accuracy",)
+    labels: tuple[str, ...]  # () if the label is a number, a score from 0 to 5
+    train_file: str = "train.jsonl"
+    validation_file: str = "dev.jsonl"
+    metrics: tuple[str, ...] = ("accuracy",)  # of lln.tasks.metrics; the first one decides between learning rates
+    label: str = "label"  # the column of the label in our files; on the hub it is "label"
     validation_split: str = "validation"  # its name on the hub
+    folder: str = ""  # in the data folder; left out, glue/TASK
+    hub: str = ""  # left out, the task's config of HUB
 
 
+ENTAILMENT = ("entailment", "not_entailment")
 TASKS = {
     "mnli": GlueTask(
         text_a="premise",
         text_b="hypothesis",
         labels=("entailment", "neutral", "contradiction"),
-        train_file="train.jsonl",
         validation_file="dev_matched.jsonl",
         validation_split="validation_matched",
     ),
-    "qnli": GlueTask(
-        text_a="question",
-        text_b="sentence",
-        labels=("entailment", "not_entailment"),
-        train_file="train.jsonl",
-        validation_file="dev.jsonl",
-    ),
+    "qnli": GlueTask(text_a="question", text_b="sentence", labels=ENTAILMENT),
     "qqp": GlueTask(
         text_a="question1",
         text_b="question2",
         labels=("not_duplicate", "duplicate"),
-        train_file="train.jsonl",
-        validation_file="dev.jsonl",
         metrics=("accuracy", "f1"),
     ),
     "sst2": GlueTask(
@@ -59,14 +54,33 @@ TASKS = {
         train_file="train.tsv",
         validation_file="dev.tsv",
     ),
+    "cola": GlueTask(
+        text_a="sentence", text_b=None, labels=("unacceptable", "acceptable"), metrics=("matthews", "accuracy")
+    ),
+    "mrpc": GlueTask(
+        text_a="sentence1", text_b="sentence2", labels=("not_equivalent", "equivalent"), metrics=("f1", "accuracy")
+    ),
+    "rte": GlueTask(text_a="premise", text_b="hypothesis", labels=ENTAILMENT),
+    "stsb": GlueTask(text_a="sentence1", text_b="sentence2", labels=(), metrics=("spearman", "pearson"), label="score"),
+    "imdb": GlueTask(
+        text_a="text",
+        text_b=None,
+        labels=("negative", "positive"),
+        train_file="train.jsonl.gz",
+        validation_file="test.jsonl.gz",
+        validation_split="test",
+        folder="imdb",
+        hub="stanfordnlp/imdb",
+    ),
 }
+HIGHEST_SCORE = 5.0  # of STS-B
 
 
 def read_glue(task: str, split: Literal["train", "validation"], data_dir: Path | None) -> datasets.Dataset:
     """One split of a task, with the columns text_a, text_b (None where there is but one text) and label (a number).
 
-    Read from `data_dir`/glue/TASK: our files (SST-2 tab-separated, the others JSON lines), the Parquet files of the
-    hub, or a data set written by `save_to_disk`. Without `data_dir`, from the hub.
+    Read from `data_dir`/glue/TASK (`data_dir`/imdb): our files (SST-2 tab-separated, the others JSON lines), the
+    Parquet files of the hub, or a data set written by `save_to_disk`. Without `data_dir`, from the hub.
     """
     if task not in TASKS:
         raise ValueError(f"unknown GLUE task {task!r}: expected one of {', '.join(TASKS)}")
@@ -74,29 +88,36 @@ def read_glue(task: str, split: Literal["train", "validation"], data_dir: Path |
         raise ValueError(f"split must be 'train' or 'validation', got {split!r}")
     columns = TASKS[task]
     if data_dir is None:
+        name = columns.hub or f"{HUB}:{task}"
         try:
-            rows = _rows(hub.from_hub(f"{HUB}:{task}"), split, columns, f"{HUB}:{task}")
+            rows = _rows(hub.from_hub(name), split, columns, name)
         except ValueError as error:
-            how = f"give --data-dir or set LLN_DATA to a folder with glue/{task}/"
+            how = f"give --data-dir or set LLN_DATA to a folder with {_folder(task)}/"
             raise ValueError(f"no data for GLUE task {task!r}: {how} ({error})") from error
     else:
-        rows = _from_folder(data_dir / "glue" / task, split, columns)
+        rows = _from_folder(data_dir / _folder(task), split, columns)
     found: dict[str, list[Any]] = {"text_a": [], "text_b": [], "label": []}
     for where, row in rows:
         found["text_a"].append(_text(row, columns.text_a, where))
         found["text_b"].append(_text(row, columns.text_b, where) if columns.text_b else None)
-        found["label"].append(_label(row["label"], columns.labels, where))
+        found["label"].append(
+            _label(row["label"], columns.labels, where) if columns.labels else _score(row["label"], where)
+        )
     if not found["label"]:
         raise ValueError(f"GLUE task {task!r} has no {split} examples in {data_dir or HUB}")
     text = datasets.Value("string")
-    label = datasets.ClassLabel(names=list(columns.labels))
+    label = datasets.ClassLabel(names=list(columns.labels)) if columns.labels else datasets.Value("float32")
     return datasets.Dataset.from_dict(found, datasets.Features({"text_a": text, "text_b": text, "label": label}))
 
 
 def check_glue(task: str, data_dir: Path) -> None:
     """Refuse a data folder that has no examples of a task."""
     for split in ("train", "validation"):
-        _from_folder(data_dir / "glue" / task, split, TASKS[task])  # finds the files, and reads no examples yet
+        _from_folder(data_dir / _folder(task), split, TASKS[task])  # finds the files, and reads no examples yet
+
+
+def _folder(task: str) -> str:
+    return TASKS[task].folder or f"glue/{task}"
 
 
 def _from_folder(folder: Path, split: str, task: GlueTask) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -108,9 +129,11 @@ def _from_folder(folder: Path, split: str, task: GlueTask) -> Iterator[tuple[str
         rows = (
             read_table(path, ["label", *texts])
             if path.suffix == ".tsv"
-            else read_jsonl(path, {**dict.fromkeys(texts, str), "label": (int, str)})
+            else read_jsonl(
+                path, {**dict.fromkeys(texts, str), task.label: (int, str) if task.labels else (int, float)}
+            )
         )
-        return ((f"{path}, line {number}", row) for number, row in rows)
+        return ((f"{path}, line {number}", row | {"label": row[task.label]}) for number, row in rows)
     published = task.validation_split if split == "validation" else split
     if parquet := sorted(map(str, folder.glob(f"{published}-*.parquet"))):
         found = {published: datasets.Dataset.from_parquet(parquet, cache_dir=str(cache_dir() / "datasets"))}
@@ -146,3 +169,9 @@ def _label(given: str | int, names: tuple[str, ...], where: str) -> int:
     if number in map(str, range(len(names))):
         return int(number)
     raise ValueError(f"{where}: unknown label {given!r}; expected {', '.join(names)} or 0 to {len(names) - 1}")
+
+
+def _score(given: Any, where: str) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= HIGHEST_SCORE:
+        raise ValueError(f"{where}: the score is {given!r}; expected a number from 0 to {HIGHEST_SCORE:g}")
+    return float(given)

@@ -24,13 +24,21 @@ SHOW_MASK, KEEP = 0.8, 0.1  # the rest show another token
 class MaskedDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Packed blocks with tokens hidden: {"input_ids", "labels"}, int64, each (length,).
 
-    Blocks are full, so there is no attention mask. What is hidden depends on (seed, epoch, index) alone, never on a
+    Blocks are full, so there is no attention mask. With `separate`, for blocks of `pack(..., separate=True)`, there are
+    also "seq_idx", the number of each token's document, and "position_ids", which start again with each, from where
+    RoBERTa's start. What is hidden depends on (seed, epoch, index) alone, never on a
     global generator. As it stands it is a validation set, hidden alike every time (epoch 0); for training,
     `Unrolled(masked, epochs=..., seed=...)` hides anew in each epoch.
     """
 
     def __init__(
-        self, packed: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, *, seed: int, probability: float = 0.15
+        self,
+        packed: datasets.Dataset,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        seed: int,
+        probability: float = 0.15,
+        separate: bool = False,
     ) -> None:
         if not 0 < probability < 1:
             raise ValueError(f"probability must lie between 0 and 1, got {probability}")
@@ -38,6 +46,8 @@ class MaskedDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             raise ValueError("the tokenizer has no mask token: choose one that was made for masked language modelling")
         self.seed = seed
         self.probability = probability
+        self.separate = separate
+        self._first, self._padding = tokenizer.cls_token_id, tokenizer.pad_token_id
         self._mask = tokenizer.mask_token_id
         self._is_special = np.zeros(len(tokenizer), dtype=bool)
         self._is_special[tokenizer.all_special_ids] = True
@@ -58,8 +68,16 @@ class MaskedDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             raise IndexError(f"example {index} of {len(self)}")
         chunk = bisect_right(self._starts, index) - 1
         tokens = self._chunks[chunk][index - self._starts[chunk]].astype(np.int64)
+        documents = self._documents(tokens) if self.separate else {}
         labels = self._hide(tokens, draws(self.seed, epoch, index))
-        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)} | documents
+
+    def _documents(self, tokens: Array) -> dict[str, torch.Tensor]:
+        is_first = tokens == self._first
+        numbers = is_first.cumsum() - 1
+        place = np.arange(len(tokens))
+        positions = place - place[is_first][numbers] + self._padding + 1
+        return {"seq_idx": torch.from_numpy(numbers), "position_ids": torch.from_numpy(positions)}
 
     def _hide(self, tokens: Array, rng: np.random.Generator) -> Array:
         """Hides in place, and returns the labels."""

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+Order = np.ndarray[Any, np.dtype[np.int64]]
+
 
 def draws(seed: int, epoch: int, index: int) -> np.random.Generator:
     """The generator of one example in one epoch: a counter-based one, as that is the quickest to make."""
@@ -31,12 +33,14 @@ class Unrolled(torch.utils.data.Dataset[Any]):
     chance are then functions of the position alone, and skipping the first k positions is all that resuming takes.
     """
 
-    def __init__(self, examples: Examples, *, epochs: int, seed: int) -> None:
+    def __init__(self, examples: Examples, *, epochs: int, seed: int, lengths_alike: int = 0) -> None:
+        """`lengths_alike` is the size of batches that shall hold examples of similar lengths; 0: any order."""
         if epochs < 1:
             raise ValueError(f"epochs must be at least 1, got {epochs}")
         self.examples = examples
         self.epochs = epochs
         self.seed = seed
+        self._batch = lengths_alike
         # One order at a time is in use, two while an epoch ends.
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
@@ -49,6 +53,22 @@ class Unrolled(torch.utils.data.Dataset[Any]):
         epoch, place = divmod(position, len(self.examples))
         return self.examples.example(int(self._order(epoch)[place]), epoch)
 
-    def _shuffle(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _shuffle(self, epoch: int) -> Order:
         size = len(self.examples)
-        return draws(self.seed, epoch, size).permutation(size)  # `size` is no example's index
+        chance = draws(self.seed, epoch, size)  # `size` is no example's index
+        order = chance.permutation(size)
+        return order if not self._batch else _alike(order, self.examples, self._batch, chance)
+
+
+def _alike(order: Order, examples: Any, batch: int, chance: np.random.Generator) -> Order:
+    """An order in which batches hold examples of similar lengths: less padding.
+
+    Examples are sorted in groups of fifty batches, and the batches are shuffled; one that is not full stays last.
+    """
+    lengths = np.asarray(examples.lengths)
+    group = 50 * batch
+    parts = [order[start : start + group] for start in range(0, len(order), group)]
+    ordered = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in parts])
+    full = len(ordered) // batch * batch
+    batches = ordered[:full].reshape(-1, batch)
+    return np.concatenate([batches[chance.permutation(len(batches))].reshape(-1), ordered[full:]])

@@ -6,7 +6,7 @@ for words it left out, is read as the special token.
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lln.tasks.data.folder import cached_file, digest, require
 from lln.tasks.data.lines import read_lines
 from lln.tasks.data.progress import progress
 
+Array = np.ndarray[Any, np.dtype[np.int32]]
 # In the order of RoBERTa's ids; there <mask> comes last, here it is 4 whatever the size of the vocabulary.
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 SMALLEST = len(SPECIAL) + 256  # every byte is a token
@@ -60,41 +61,69 @@ def load_tokenizer(
     return tokenizer
 
 
-def pack(documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, length: int) -> datasets.Dataset:
+def pack(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, length: int, *, separate: bool = False
+) -> datasets.Dataset:
     """The documents as blocks of `length` tokens, in one column input_ids; kept in the cache.
 
     The documents are joined, each followed by </s>, and cut every `length` - 2 tokens; each block gets <s> in front and
-    </s> behind (as "full sentences" in fairseq). What is left over at the end, less than a block, is dropped.
+    </s> behind (as "full sentences" in fairseq). With `separate`, every document in a block has its own <s> and </s>;
+    one that does not end in its block goes on in the next as another, and where one or two tokens are left in a block,
+    too few for a document, </s> is repeated. What is left over at the end, less than a block, is dropped.
     """
     if length < 3:
         raise ValueError(f"length must be at least 3, <s> and </s> counted, got {length}")
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
     if first is None or last is None:
         raise ValueError("the tokenizer has no <s> and </s>, or their like (cls_token and sep_token)")
-    key = digest([FORMAT, str(length), str((first, last)), _identity(tokenizer), *documents])
+    kind = ["separate"] if separate else []
+    key = digest([FORMAT, *kind, str(length), str((first, last)), _identity(tokenizer), *documents])
+    cut = _separate_blocks if separate else _joined_blocks
 
     def write(path: Path) -> None:
         schema = pa.schema({"input_ids": pa.list_(pa.int32(), length)})
         total = 0
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-            rest = np.empty(0, dtype=np.int32)
-            for tokens in _tokenised(documents, tokenizer, last):
-                rest = np.concatenate([rest, tokens])
-                count = len(rest) // (length - 2)
-                body, rest = np.split(rest, [count * (length - 2)])
-                blocks = np.pad(body.reshape(count, length - 2), ((0, 0), (1, 1)))
-                blocks[:, 0], blocks[:, -1] = first, last
-                total += count
-                if count:
+            for blocks in cut(_tokenised(documents, tokenizer, last), length, first, last):
+                total += len(blocks)
+                if len(blocks):
                     column = pa.FixedSizeListArray.from_arrays(pa.array(blocks.ravel()), length)
                     stream.write_batch(pa.record_batch([column], schema=schema))
         if not total:
             raise ValueError(
-                f"{len(documents)} documents with {len(rest)} tokens do not fill one block of {length}: "
-                "give more text or a smaller length"
+                f"{len(documents)} documents do not fill one block of {length}: give more text or a smaller length"
             )
 
     return datasets.Dataset.from_file(str(cached_file(f"packed-{key[:32]}.arrow", write)))
+
+
+def _joined_blocks(batches: Iterable[Array], length: int, first: int, last: int) -> Iterator[Array]:
+    rest: Array = np.empty(0, dtype=np.int32)
+    for tokens in batches:
+        rest = np.concatenate([rest, tokens])
+        count = len(rest) // (length - 2)
+        body, rest = np.split(rest, [count * (length - 2)])
+        blocks = np.pad(body.reshape(count, length - 2), ((0, 0), (1, 1)))
+        blocks[:, 0], blocks[:, -1] = first, last
+        yield blocks
+
+
+def _separate_blocks(batches: Iterable[Array], length: int, first: int, last: int) -> Iterator[Array]:
+    block, used = np.full(length, last, dtype=np.int32), 0
+    for tokens in batches:
+        blocks = [np.empty((0, length), dtype=np.int32)]
+        begin = 0
+        for end in (tokens == last).nonzero()[0]:  # of documents: `last` is nowhere else
+            while begin < end:
+                size = min(end - begin, length - used - 2)
+                block[used] = first
+                block[used + 1 : used + 1 + size] = tokens[begin : begin + size]
+                begin, used = begin + size, used + size + 2
+                if length - used < 3:
+                    blocks.append(block[None])
+                    block, used = np.full(length, last, dtype=np.int32), 0
+            begin = end + 1
+        yield np.concatenate(blocks)
 
 
 def _identity(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -20,11 +20,12 @@ import torch
 
 from lln.provenance import provenance, read_json
 from lln.tasks.config import TrainConfig, check_attention, setting
+from lln.tasks.evaluation import Batch
 from lln.tasks.lra.data import load
 from lln.tasks.lra.examples import SPLITS, Data, collate, task_named
 from lln.tasks.lra.model import OPTIONS, Classifier, Shape
 from lln.tasks.run import RunFolder, write_json
-from lln.tasks.trainer import Batch, fit
+from lln.tasks.trainer import fit
 
 RESULT = "result.json"
 

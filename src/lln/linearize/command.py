@@ -1,0 +1,119 @@
+"""What `lln linearize` does: finds the model and the text, and calls `linearize`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedModel
+
+from lln.linearize.config import LinearizeConfig
+from lln.linearize.linear import Linearized, check_model, linearize
+from lln.tasks.data.folder import data_dir as find_data
+from lln.tasks.data.text import default_source, read_documents
+
+PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+
+
+def run(
+    model: str,
+    out: Path,
+    config: LinearizeConfig,
+    *,
+    text: Path | None = None,
+    images: Path | None = None,
+    data_dir: Path | None = None,
+    quiet: bool = False,
+    warn: Callable[[str], None] = print,
+) -> Linearized:
+    """Load a model, read text or images, make the model linear and write it to `out`."""
+    network = load_model(model)
+    check_model(network)
+    is_vision = getattr(network, "main_input_name", "") == "pixel_values"
+    if is_vision:
+        if images is None:
+            raise ValueError(f"{model} takes images: give a folder of them, --images FOLDER")
+        processor = AutoImageProcessor.from_pretrained(model)  # type: ignore[no-untyped-call]
+        return linearize(
+            network,
+            processor,
+            read_images(images, processor),
+            out=out,
+            config=config,
+            origin={"model": model, "images": str(images)},
+            quiet=quiet,
+        )
+    if images is not None:
+        raise ValueError(f"{model} takes text, not images: use --text")
+    tokenizer = load_tokenizer(model)
+    source = str(text) if text is not None else default_source(find_data(data_dir))
+    if source == "stdlib" and not quiet:
+        warn(
+            "Learning from the embedded text, the source of Python's standard library: text like that which the model "
+            "is for is better, --text FILE."
+        )
+    documents = {split: read_text(source, split, find_data(data_dir)) for split in ("train", "validation")}
+    return linearize(
+        network,
+        tokenizer,
+        documents["train"],
+        held_out=documents["validation"] or None,
+        out=out,
+        config=config,
+        origin={"model": model, "text": source},
+        quiet=quiet,
+    )
+
+
+def read_text(source: str, split: Any, data_dir: Path | None) -> list[str]:
+    """The documents of a split; a folder may hold .txt files. No documents where too few can be held out."""
+    folder = Path(source)
+    if folder.is_dir() and (files := sorted(folder.rglob("*.txt"))):
+        found = [document for file in files for document in read_text(str(file), split, data_dir)]
+    else:
+        try:
+            found = read_documents(source, split, data_dir)
+        except ValueError:
+            if split == "train":
+                raise
+            found = []
+    if split == "train" and not found:
+        raise ValueError(f"{source} holds no text")
+    return found
+
+
+def read_images(folder: Path, processor: Any) -> Tensor:
+    from PIL import Image
+
+    files = sorted(x for x in folder.rglob("*") if x.suffix.lower() in PICTURES) if folder.is_dir() else []
+    if len(files) < 2:
+        raise ValueError(
+            f"--images must name a folder with images ({', '.join(PICTURES)}), and {folder} has {len(files)}"
+        )
+    made = [processor(Image.open(file).convert("RGB"), return_tensors="pt")["pixel_values"] for file in files]
+    return torch.cat(made)
+
+
+def load_model(name: str) -> PreTrainedModel:
+    """The model of a folder or of the hub, in the class that it was saved in."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} is neither a folder with a Hugging Face model nor a name on the hub: {error}"
+        ) from error
+    architecture = (config.architectures or [""])[0]
+    kind = getattr(transformers, architecture, None) or transformers.AutoModel
+    if getattr(config, "lln_attention", None) is not None:
+        raise ValueError(f"{name} is linear already; give the softmax model that it was made from")
+    model: PreTrainedModel = kind.from_pretrained(name, dtype=torch.float32)
+    return model
+
+
+def load_tokenizer(name: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} has no tokenizer that can be read: {error}") from error

@@ -1,0 +1,88 @@
+"""Settings of `lln linearize`; the fields are also the flags of the command."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from lln.tasks.config import setting
+from lln.zoo.registry import check_options
+
+# What a mechanism gets unless it is told otherwise. Chosen from small trials; no recorded run compares them yet.
+BEST: dict[str, dict[str, Any]] = {
+    "lln": {"statistics": "learned", "form": "decomposed", "projection": True, "signed": True},
+    "lln_diag": {
+        "statistics": "learned",
+        "form": "decomposed",
+        "projection": True,
+        "signed": True,
+        "near": "window",
+        "combine": "gate",
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearizeConfig:
+    """How a pretrained model is made linear."""
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
+        "laptop": {},  # meant for half an hour on two cores with 22 million parameters; its time was not measured
+        "quick": {"tokens": 60_000, "align_steps": 30, "join_steps": 10, "distil_steps": 60, "eval_passages": 40},
+    }
+
+    attention: str = setting("lln_diag", "Mechanism, as `lln zoo` lists them.")
+    options: Mapping[str, Any] = setting({}, "Option of the mechanism, as block_size=64; may be given several times.")
+    length: int = setting(512, "Most tokens in a training example, at most the model's positions.")
+    tokens: int = setting(2_000_000, "Tokens of text to learn from; each is seen as often as the steps need.")
+    batch_tokens: int = setting(2048, "Tokens in a step.")
+    calibration_tokens: int = setting(8192, "Tokens from which centres and spreads are measured.")
+    align_steps: int = setting(300, "Steps in which the far branch alone learns softmax attention's weights.")
+    join_steps: int = setting(60, "Steps in which the shares of the two branches are learned.")
+    distil_steps: int = setting(600, "Steps in which the whole model learns to do what it did before.")
+    align_rate: float = setting(3e-3, "Learning rate of projections, spreads and centres in the first stage.")
+    join_rate: float = setting(1e-2, "Learning rate of the shares.")
+    distil_rate: float = setting(2e-4, "Learning rate of the whole model.")
+    rows: int = setting(64, "Queries of a sequence whose weights are compared: memory stays linear in the length.")
+    lora_rank: int = setting(0, "Rank of LoRA matrices that are trained instead of all weights (needs peft); 0: all.")
+    steps: int | None = setting(None, "0: stop after calibration, without training. Left out: all stages.")
+    eval_passages: int = setting(100, "Held-out passages at each length that the report measures.")
+    cost_tokens: int = setting(16_384, "Longest input at which time and memory of a layer are measured; 0: none.")
+    seed: int = setting(0, "Seed of everything that is drawn at random.")
+    save_seconds: float = setting(120.0, "Seconds between checkpoints.")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        if name not in cls.PRESETS:
+            raise ValueError(f"there is no preset {name!r}; there are: {', '.join(cls.PRESETS)}")
+        return cls(**cls.PRESETS[name] | changes)
+
+    def __post_init__(self) -> None:
+        for name in ("length", "tokens", "batch_tokens", "calibration_tokens", "rows", "eval_passages"):
+            self._at_least(name, 1)
+        for name in ("align_steps", "join_steps", "distil_steps", "lora_rank", "cost_tokens", "seed"):
+            self._at_least(name, 0)
+        self._at_least("length", 8)
+        for name in ("align_rate", "join_rate", "distil_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.steps not in (None, 0):
+            raise ValueError(f"steps must be 0 (calibration alone) or left out, got {self.steps}")
+        check_options(self.attention, self.all_options())  # also refuses a name that does not exist
+
+    def _at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def all_options(self) -> dict[str, Any]:
+        """The options of the mechanism: the given ones, and the best ones for the rest."""
+        return BEST.get(self.attention, {}) | dict(self.options)
+
+    def stage_steps(self) -> dict[str, int]:
+        if self.steps == 0:
+            return {"align": 0, "join": 0, "distil": 0}
+        return {"align": self.align_steps, "join": self.join_steps, "distil": self.distil_steps}
+
+    def settings(self) -> dict[str, Any]:
+        """All settings, as JSON has them."""
+        return dataclasses.asdict(self) | {"options": self.all_options()}

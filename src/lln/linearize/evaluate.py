@@ -1,0 +1,158 @@
+"""What a linear model has kept of the model it was made from, on text that it has not learned from."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+from transformers import PreTrainedModel
+
+from lln.instruments import entropy, spectral_gap
+from lln.instruments.bias import bias
+from lln.linearize.data import Batch, Source
+from lln.linearize.losses import attend
+from lln.linearize.teacher import converted_modules, make_teacher, observing
+from lln.mechanism import JoinedBranches
+
+ABLATIONS = ("both", "far", "near", "none")
+
+
+@torch.no_grad()
+def embeddings(model: PreTrainedModel, batches: list[Batch]) -> Tensor:
+    """The mean of the last hidden states of each passage, of length 1: (passages, width)."""
+    found = [model(**batch, output_hidden_states=True).hidden_states[-1].mean(dim=1) for batch in batches]
+    return normalize(torch.cat(found).float(), dim=-1)
+
+
+@torch.no_grad()
+def language_loss(model: PreTrainedModel, batches: list[Batch]) -> float:
+    """The mean cross entropy of the next token, in nats."""
+    total, count = 0.0, 0
+    for batch in batches:
+        tokens = batch["input_ids"]
+        logits = model(**batch, use_cache=False).logits[:, :-1].float()
+        total += float(cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"))
+        count += tokens[:, 1:].numel()
+    return total / count
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> float:
+    """Spearman's correlation of two vectors; equal values share their ranks."""
+    from scipy.stats import spearmanr  # type: ignore[import-untyped]
+
+    return float(spearmanr(x.numpy(), y.numpy()).statistic)
+
+
+def similarities(x: Tensor) -> Tensor:
+    """The cosines of all pairs of different rows."""
+    index = torch.triu_indices(len(x), len(x), offset=1)
+    cosines: Tensor = (x @ x.mT)[index[0], index[1]]
+    return cosines
+
+
+class Kept:
+    """Compares students with the teacher at each length; what the teacher gives is computed once."""
+
+    def __init__(self, teacher: PreTrainedModel, source: Source, *, is_language_model: bool) -> None:
+        self.teacher, self.source, self.is_language_model = teacher, source, is_language_model
+        self._wanted: dict[int, Any] = {}
+
+    def measure(self, student: PreTrainedModel, lengths: tuple[int, ...] | None = None) -> list[dict[str, float]]:
+        """A row for each length: cosine and rank correlation (encoders), or losses and perplexities (decoders)."""
+        student.train(False)
+        return [self._row(student, length) for length in lengths or self.source.lengths]
+
+    def _row(self, student: PreTrainedModel, length: int) -> dict[str, float]:
+        batches = self.source.held_out(length)
+        ours: Any = language_loss if self.is_language_model else embeddings
+        if length not in self._wanted:
+            self._wanted[length] = ours(self.teacher, batches)
+        wanted, found = self._wanted[length], ours(student, batches)
+        row: dict[str, float] = {"length": length, "passages": sum(len(next(iter(x.values()))) for x in batches)}
+        if self.is_language_model:
+            return row | {
+                "softmax_loss": wanted,
+                "loss": found,
+                "softmax_perplexity": math.exp(wanted),
+                "perplexity": math.exp(found),
+                "perplexity_ratio": math.exp(found - wanted),
+            }
+        row["cosine"] = float((wanted * found).sum(dim=-1).mean())
+        if len(wanted) > 2:
+            row["rank_correlation"] = rank_correlation(similarities(wanted), similarities(found))
+        return row
+
+
+@contextmanager
+def ablated(model: PreTrainedModel, branches: str) -> Iterator[None]:
+    """While it lasts, all layers have both branches, the far or the near one alone, or none: an output of zeros."""
+    mechanisms = [x.mechanism for x in converted_modules(model).values()]
+    hooks = []
+    try:
+        for mechanism in mechanisms:
+            if branches == "none":
+                hooks.append(mechanism.register_forward_hook(lambda _, inputs, output: torch.zeros_like(output)))
+            elif isinstance(mechanism, JoinedBranches):
+                mechanism.branches = branches  # type: ignore[assignment]
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for mechanism in mechanisms:
+            if isinstance(mechanism, JoinedBranches):
+                mechanism.branches = "both"
+
+
+def ablation(kept: Kept, student: PreTrainedModel) -> list[dict[str, Any]]:
+    """What is kept at the greatest length with both branches, one of them, or none."""
+    has_near = any(isinstance(x.mechanism, JoinedBranches) for x in converted_modules(student).values())
+    found = []
+    for branches in ABLATIONS if has_near else ("both", "none"):
+        with ablated(student, branches):
+            [row] = kept.measure(student, kept.source.lengths[-1:])
+        found.append({"branches": branches if has_near or branches == "none" else "far"} | row)
+    return found
+
+
+@torch.no_grad()
+def head_table(teacher: PreTrainedModel, student: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
+    """Temperature, entropy, gap and bias of each head before and after, on what the teacher's layers see.
+
+    An attention is linear in its values, so its matrix is what it makes of the identity.
+    """
+    with observing(teacher) as found:
+        teacher(**{name: x[:1] for name, x in batch.items()})
+    rows = []
+    modules = converted_modules(student)
+    before = converted_modules(teacher)
+    for layer, (name, [seen]) in enumerate(found.items()):
+        tokens = seen.key.shape[2]
+        identity = torch.eye(tokens).expand(1, seen.key.shape[1], tokens, tokens)
+        matrices = {
+            when: attend(module.mechanism, seen._replace(value=identity))[0]
+            for when, module in (("before", before[name]), ("after", modules[name]))
+        }
+        for head in range(seen.query.shape[1]):
+            row: dict[str, Any] = {"layer": layer, "head": head}
+            for when, matrix in matrices.items():
+                row |= {f"{what}_{when}": x for what, x in head_numbers(matrix[head], seen.is_causal).items()}
+            rows.append(row)
+    return rows
+
+
+def head_numbers(matrix: Tensor, is_causal: bool) -> dict[str, float]:
+    logs = matrix.double().clamp(min=1e-30).log()
+    allowed = torch.ones_like(matrix, dtype=torch.bool).tril() if is_causal else torch.ones_like(matrix).bool()
+    spread = torch.stack([row[may].std(correction=0) for row, may in zip(logs, allowed, strict=True)][1:]).mean()
+    return {
+        "temperature": 1.0 / max(float(spread), 1e-9),
+        "entropy": float(entropy(matrix[None, None]).mean()),
+        "gap": float(spectral_gap(matrix[None, None]).mean()),
+        "bias": float(bias(matrix[None, None]).mean()),
+    }
+
+
+__all__ = ["Kept", "ablated", "ablation", "embeddings", "head_table", "language_loss", "make_teacher"]

@@ -1,0 +1,236 @@
+"""`linearize`: the stages, in a folder that a later call continues, and the report of what was kept."""
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lln.hf import convert, from_pretrained
+from lln.linearize.config import LinearizeConfig
+from lln.linearize.cost import LENGTHS, layer_cost
+from lln.linearize.data import ImageSource, Source, TextSource, check_tokenizer
+from lln.linearize.evaluate import Kept, ablation, head_table
+from lln.linearize.fold import fold_projections
+from lln.linearize.report import write_report
+from lln.linearize.stages import Linearizer, train
+from lln.linearize.teacher import converted_modules, make_teacher
+from lln.provenance import read_json
+from lln.tasks.data.folder import hashed_share
+from lln.tasks.run import PROVENANCE, SUMMARY, RunFolder, write_json
+from lln.tasks.saving import save_model
+from lln.tasks.watch import Display
+
+HELD_OUT = 0.05  # of the documents, chosen by a hash of their text
+WORK = "work"  # the folder inside `out` from which an interrupted run continues
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """The linear model, and what the report says of it."""
+
+    model: PreTrainedModel
+    report: dict[str, Any]
+
+
+def linearize(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    texts: Sequence[str] | Tensor,
+    *,
+    held_out: Sequence[str] | Tensor | None = None,
+    out: str | Path | None = None,
+    config: LinearizeConfig | None = None,
+    origin: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> Linearized:
+    """Turn a pretrained model linear: calibrate, align, join, distil, measure.
+
+    Args:
+        model: a transformers encoder, decoder or ViT with softmax attention. It is left as it is.
+        tokenizer: that of the model; for a ViT its image processor, or None. It is saved with the result.
+        texts: documents to learn from; for a ViT images as the processor makes them, (images, channels, height, width).
+        held_out: documents (or images) that are only measured on; left out, a part of `texts` chosen by hash.
+        out: a folder for the model, its report (report.html, report.md, report.json) and, until it is finished, what
+            a later call with the same arguments continues from. Left out, nothing is kept on disk.
+        config: settings, see `LinearizeConfig`; left out, the preset "laptop".
+        origin: more to say in the report about where model and text come from.
+        quiet: no progress bars and no messages.
+
+    Returns:
+        The linear model in evaluation mode, and the report.
+
+    Raises:
+        ValueError: the model is linear already or cannot be converted, the tokenizer is another model's, or the text is
+            too short; nothing is left in `out` then that would block another call.
+
+    Example:
+        >>> result = linearize(model, tokenizer, documents, out="linear")  # doctest: +SKIP
+        >>> model = lln.hf.from_pretrained("linear")  # doctest: +SKIP
+    """
+    config = config or LinearizeConfig.preset("laptop")
+    check_model(model)
+    if out is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return linearize(
+                model,
+                tokenizer,
+                texts,
+                held_out=held_out,
+                out=folder,
+                config=config,
+                origin=origin,
+                quiet=quiet,
+            )
+    source = make_source(model, tokenizer, texts, held_out, config)
+    student = convert(copy.deepcopy(model), config.attention, **config.all_options())
+    student.train(False)
+    place = Path(out)
+    with RunFolder(place / WORK, {"experiment": "linearize"} | config.settings()) as run:
+        run.check_data(source.fingerprint())
+        if run.summary is not None:
+            run.say(f"{place} is finished: nothing to do.")
+            return Linearized(from_pretrained(place, type(model)), read_json(place / "report.json", "remove it"))
+        adapters = add_lora(student, config.lora_rank) if config.lora_rank else None
+        work = Linearizer(student, make_teacher(model), source, config)
+        report = _run(work, run, quiet=quiet)
+        if adapters is not None:
+            adapters.merge_and_unload()
+        report["folded"] = fold_projections(student)
+        report |= {"origin": dict(origin or {}), "data": source.fingerprint(), "settings": config.settings()}
+        report |= read_json(run.path / PROVENANCE, "begin anew in another folder")
+        save_model(student, place, tokenizer)
+        write_report(report, place)
+        write_json(run.path / SUMMARY, {"finished": True})
+        shutil.rmtree(run.path / "checkpoints")  # as large as the model, and not needed any more
+    return Linearized(student, report)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse what is not a model with softmax attention."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"a transformers model is needed, got {type(model).__name__}")
+    linear = getattr(model.config, "lln_attention", None)
+    if linear is not None:
+        raise ValueError(
+            f"this model is linear already ({linear['attention']}); give the softmax model that it was made from"
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError("models of an encoder and a decoder are not linearised; give one of the two")
+
+
+def make_source(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    texts: Sequence[str] | Tensor,
+    held_out: Sequence[str] | Tensor | None,
+    config: LinearizeConfig,
+) -> Source:
+    """Batches of text or images for a model."""
+    if isinstance(texts, Tensor):
+        keep = max(1, round(HELD_OUT * len(texts)))
+        rest = texts[-keep:] if held_out is None else torch.as_tensor(held_out)
+        images = texts[:-keep] if held_out is None else texts
+        size = max(1, config.batch_tokens // 64)
+        return ImageSource(images, rest[: config.eval_passages], batch=size, calibration=4 * size, seed=config.seed)
+    if isinstance(texts, str):
+        raise TypeError("texts must be a list of documents, got one string; put it into a list")
+    if tokenizer is None:
+        raise ValueError("text needs the tokenizer of the model")
+    check_tokenizer(model, tokenizer)
+    documents = [text for text in texts if text.strip()]
+    if not documents:
+        raise ValueError("there is no text to learn from: all documents are empty")
+    if held_out is None:
+        documents, held_out = split_documents(documents)
+    positions = getattr(model.config, "max_position_embeddings", None) or config.length
+    return TextSource(
+        documents,
+        list(held_out),
+        tokenizer,
+        length=min(config.length, positions),
+        tokens=config.tokens,
+        batch_tokens=config.batch_tokens,
+        calibration_tokens=config.calibration_tokens,
+        passages=config.eval_passages,
+        seed=config.seed,
+    )
+
+
+def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Documents to learn from and others to measure on, by a hash of their text; of a single one, its last tenth."""
+    if len(documents) == 1:
+        cut = max(1, len(documents[0]) * 9 // 10)
+        return [documents[0][:cut]], [documents[0][cut:]]
+    ranked = sorted(documents, key=hashed_share)
+    keep = max(1, round(HELD_OUT * len(documents)))
+    chosen = set(ranked[:keep])  # equal documents are on the same side
+    return [x for x in documents if x not in chosen], [x for x in documents if x in chosen]
+
+
+def add_lora(student: PreTrainedModel, rank: int) -> Any:
+    """LoRA matrices on all linear layers of a model, which alone are trained beside its attention mechanisms."""
+    try:
+        from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ImportError('LoRA needs peft: pip install "lln-attention[lora]"') from error
+    return get_peft_model(student, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
+def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
+    """Train, and measure after each stage; what was measured before an interruption is not measured again."""
+    path = run.path / "measured.json"
+    found: dict[str, Any] = read_json(path, "remove it") if path.exists() else {"kept": {}}
+    kept = Kept(work.teacher, work.source, is_language_model=work.is_language_model)
+
+    def note(name: str, value: Any) -> None:
+        found[name] = value
+        write_json(path, found)
+
+    def after_stage(stage: str) -> None:
+        if stage not in found["kept"]:
+            rows = kept.measure(work.student)
+            note("kept", found["kept"] | {stage: rows})
+            run.say(f"After {stage}: {describe(rows[-1])}")
+
+    train(work, run, quiet=quiet, after_stage=after_stage)
+    if "ablation" not in found:
+        note("ablation", ablation(kept, work.student))
+    if "heads" not in found:
+        note("heads", head_table(work.teacher, work.student, work.source.held_out(work.source.lengths[-1])[0]))
+    lengths = tuple(x for x in LENGTHS if x <= work.config.cost_tokens)
+    if lengths and "cost" not in found:
+        module = next(iter(converted_modules(work.student).values()))
+        display = Display("time and memory", len(lengths), 0, quiet=quiet)
+        done = iter(range(1, len(lengths) + 1))
+        try:
+            cost = layer_cost(
+                work.config.attention,
+                work.config.all_options(),
+                heads=module.mechanism.num_heads,
+                head_dim=module.mechanism.head_dim,
+                is_causal=module.sees_only_the_past,
+                lengths=lengths,
+                on_length=lambda: display.step(next(done)),
+            )
+        finally:
+            display.close()
+        note("cost", cost)
+    return found
+
+
+def describe(row: Mapping[str, float]) -> str:
+    """One row of what was kept, in a line."""
+    if "loss" in row:
+        return (
+            f"loss {row['loss']:.3f} (softmax {row['softmax_loss']:.3f}), perplexity {row['perplexity_ratio']:.3f} of "
+            f"softmax's, at {row['length']} tokens"
+        )
+    rank = f", rank correlation {row['rank_correlation']:.4f}" if "rank_correlation" in row else ""
+    return f"cosine {row['cosine']:.4f}{rank}, at {row['length'] or 'all'} tokens"

@@ -1,0 +1,247 @@
+"""The stages of linearising, as one training that can be killed at any moment and continued bit for bit.
+
+- calibrate: centres and spreads of every head, from the teacher's queries and keys; no training;
+- align: the far branch of every layer learns softmax attention's weights, on what the teacher's layer sees;
+- join: the shares of the two branches are learned, on the teacher's attention outputs;
+- distil: the whole model learns to give what the teacher gives.
+
+A step is a function of its number: data and chance depend on the seed, the stage and the step alone.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, set_seed
+
+from lln.linearize.config import LinearizeConfig
+from lln.linearize.data import STAGES, Batch, Source
+from lln.linearize.losses import hidden_loss, logits_loss, output_loss, weights_loss
+from lln.linearize.teacher import Observation, converted_modules, observing
+from lln.mechanism import JoinedBranches, Mechanism
+from lln.nn import LLNAttention
+from lln.tasks.data.order import draws
+from lln.tasks.run import RunFolder
+from lln.tasks.saving import pickled, weights
+from lln.tasks.watch import Display, Metrics, StopSignals
+
+WARMUP = 0.05  # share of a stage's steps in which the learning rate rises
+# Shares of the matched spread that calibration tries on every head: concentrating on the wrong tokens is worse than
+# not concentrating, so heads that LLN attention does not follow well start low.
+SPREADS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is trained, and on what."""
+
+    name: str
+    steps: int
+    rate: float
+    parameters: list[nn.Parameter]
+    loss: Callable[[Batch, int], Tensor]
+
+
+class Linearizer:
+    """A student that is made to imitate a teacher, stage by stage."""
+
+    def __init__(
+        self, student: PreTrainedModel, teacher: PreTrainedModel, source: Source, config: LinearizeConfig
+    ) -> None:
+        self.student, self.teacher, self.source, self.config = student, teacher, source, config
+        modules = converted_modules(student)
+        self.mechanisms: dict[str, Mechanism] = {name: module.mechanism for name, module in modules.items()}
+        self.is_language_model = getattr(student, "lm_head", None) is not None and any(
+            module.sees_only_the_past for module in modules.values()
+        )
+
+    def calibrate(self, on_layer: Callable[[], None] = lambda: None) -> None:
+        """Set centres, projections and spreads of every head that learns them; of a few spreads the best is taken."""
+        observed = self._observed(self.source.calibration())
+        for name, mechanism in self.mechanisms.items():
+            if isinstance(mechanism, LLNAttention) and mechanism.features is not None:
+                calibrate_heads(mechanism, observed[name], self._rows(observed[name], "align", 0))
+            on_layer()
+
+    def stages(self) -> list[Stage]:
+        """The stages that train something; weights of the student are trained in the last one alone."""
+        steps, config = self.config.stage_steps(), self.config
+        shares = [x for mechanism in self.mechanisms.values() for x in share_parameters(mechanism)]
+        known = set(map(id, shares))
+        features = [x for mechanism in self.mechanisms.values() for x in mechanism.parameters() if id(x) not in known]
+        found = (
+            Stage("align", steps["align"], config.align_rate, features, self._align),
+            Stage("join", steps["join"], config.join_rate, shares, self._join),
+            Stage("distil", steps["distil"], config.distil_rate, list(self.student.parameters()), self._distil),
+        )
+        return [stage for stage in found if stage.steps and stage.parameters]
+
+    def _observed(self, batches: list[Batch]) -> dict[str, Observation]:
+        """What the teacher's attentions see in some batches of the same shape."""
+        with observing(self.teacher) as found, torch.no_grad():
+            for batch in batches:
+                self.teacher(**batch)
+        return {name: _joined(seen) for name, seen in found.items()}
+
+    def _rows(self, seen: Observation, stage: str, step: int) -> Tensor:
+        tokens = seen.query.shape[2]
+        chance = draws(self.config.seed, 10 + STAGES.index(stage), step)
+        return torch.from_numpy(chance.permutation(tokens)[: self.config.rows].copy())
+
+    def _align(self, batch: Batch, step: int) -> Tensor:
+        losses = []
+        for name, seen in self._observed([batch]).items():
+            mechanism = self.mechanisms[name]
+            features = mechanism.log_features(seen.query, seen.key)
+            if features is None:
+                losses.append(output_loss(mechanism, seen))
+            else:
+                losses.append(weights_loss(features, seen, self._rows(seen, "align", step)).mean())
+        return torch.stack(losses).sum()
+
+    def _join(self, batch: Batch, step: int) -> Tensor:
+        observed = self._observed([batch])
+        return torch.stack([output_loss(self.mechanisms[name], seen) for name, seen in observed.items()]).sum()
+
+    def _distil(self, batch: Batch, step: int) -> Tensor:
+        options: dict[str, Any] = {} if self.is_language_model else {"output_hidden_states": True}
+        with torch.no_grad():
+            wanted = self.teacher(**batch, **options)
+        found = self.student(**batch, **options)
+        if self.is_language_model:
+            return logits_loss(found.logits, wanted.logits)
+        return hidden_loss(found.hidden_states, wanted.hidden_states)
+
+
+def calibrate_heads(mechanism: LLNAttention, seen: Observation, rows: Tensor) -> None:
+    """Centres, projection and spread of every head of one layer."""
+    assert mechanism.features is not None
+    best = torch.full((mechanism.num_heads,), math.inf)
+    chosen = torch.ones(mechanism.num_heads)
+    for spread in SPREADS:
+        mechanism.features.calibrate(seen.query, seen.key, matching=mechanism.matching, spread=spread)
+        with torch.no_grad():
+            features = mechanism.log_features(seen.query, seen.key)
+            assert features is not None
+            loss = weights_loss(features, seen, rows)
+        chosen = torch.where(loss < best, spread, chosen)
+        best = torch.minimum(loss, best)
+    mechanism.features.calibrate(seen.query, seen.key, matching=mechanism.matching, spread=chosen)
+
+
+def share_parameters(mechanism: Mechanism) -> list[nn.Parameter]:
+    """What decides how the branches of a mechanism are put together."""
+    return mechanism.share_parameters() if isinstance(mechanism, JoinedBranches) else []
+
+
+def train(
+    work: Linearizer, run: RunFolder, *, quiet: bool, after_stage: Callable[[str], None] = lambda name: None
+) -> None:
+    """Go through the stages, from the newest checkpoint of the run if there is one.
+
+    `after_stage` is called after each one, and after calibration, with the student as it then is; if the run is killed
+    before it returns, it is called again.
+    """
+    stages = work.stages()
+    total = sum(stage.steps for stage in stages)
+    checkpoint = run.checkpoint()
+    done = 0
+    if checkpoint is not None:
+        safetensors.torch.load_model(work.student, checkpoint / "model.safetensors")
+        done = int(checkpoint.name.removeprefix("step-"))
+        run.cut(done)
+        run.note_continued(done)
+        run.say(f"Continuing {run.path} from step {done} of {total}.")
+    else:
+        display = Display("calibrate", len(work.mechanisms), 0, quiet=quiet)
+        layers = iter(range(1, len(work.mechanisms) + 1))
+        try:
+            work.calibrate(lambda: display.step(next(layers)))
+        finally:
+            display.close()
+        run.save_checkpoint(0, {"model.safetensors": weights(work.student)}, keep=2)
+    if done == 0:
+        after_stage("calibrate")
+    first = 0
+    for stage in stages:
+        last = first + stage.steps
+        if done < last:
+            _train_stage(work, stage, first, max(done, first), run, checkpoint if done > first else None, quiet=quiet)
+        if done <= last:
+            after_stage(stage.name)
+        first = last
+
+
+def _train_stage(
+    work: Linearizer, stage: Stage, first: int, done: int, run: RunFolder, checkpoint: Path | None, *, quiet: bool
+) -> None:
+    for parameter in work.student.parameters():
+        parameter.requires_grad_(False)
+    for parameter in stage.parameters:
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.AdamW(stage.parameters, lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.0)
+    if checkpoint is not None:
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+    display = Display(stage.name, first + stage.steps, done, quiet=quiet)
+    metrics = Metrics(run.path, done, display)
+    saved, began = time.monotonic(), time.monotonic()
+    tokens = 0
+    work.student.train()
+    try:
+        with StopSignals(display.say) as stop:
+            for step in range(done - first, stage.steps):
+                set_seed(int(np.random.SeedSequence((work.config.seed, first + step)).generate_state(1)[0]))
+                batch = work.source.batch(stage.name, step)
+                optimizer.param_groups[0]["lr"] = stage.rate * schedule(step, stage.steps)
+                loss = stage.loss(batch, step)
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                norm = nn.utils.clip_grad_norm_(stage.parameters, 1.0)
+                value = float(loss.detach())
+                if not math.isfinite(value):
+                    raise ValueError(f"the loss of stage {stage.name} is {value} at step {step}; lower its rate")
+                optimizer.step()
+                tokens += next(iter(batch.values())).numel()
+                number, is_last = first + step + 1, step + 1 == stage.steps
+                display.step(number)
+                if number % 10 == 0 or is_last:
+                    seconds = time.monotonic() - began
+                    line = {"step": number, "loss": value, "grad_norm": float(norm)}
+                    metrics.add(line | {"tokens_per_second": round(tokens / seconds, 1)})
+                if is_last or stop.asked or time.monotonic() - saved > work.config.save_seconds:
+                    files = {"model.safetensors": weights(work.student)}
+                    if not is_last:
+                        files["optimizer.pt"] = pickled(optimizer.state_dict())
+                    run.save_checkpoint(number, files, keep=2)
+                    saved = time.monotonic()
+                if stop.asked and not is_last:
+                    display.say(f"Stopped in {stage.name} at step {number}; the same command continues.")
+                    raise KeyboardInterrupt
+    finally:
+        metrics.close()
+        display.close()
+        work.student.train(False)
+        work.student.requires_grad_(True)
+
+
+def schedule(step: int, steps: int) -> float:
+    """The learning rate of a step, as a share of the highest: a linear rise, then half a cosine."""
+    rise = max(1, round(WARMUP * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def _joined(seen: list[Observation]) -> Observation:
+    if len(seen) == 1:
+        return seen[0]
+    tensors = (torch.cat([getattr(x, name) for x in seen]) for name in ("query", "key", "value", "output"))
+    query, key, value, output = tensors
+    return Observation(query, key, value, None, seen[0].is_causal, output)

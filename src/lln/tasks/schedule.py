@@ -1,0 +1,83 @@
+"""Jobs in processes of their own, several side by side, each with its share of the cores."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A job: `lln COMMAND`, and how to see that it is finished."""
+
+    name: str
+    log: Path
+    command: Callable[[], list[str]]  # asked for when the job starts: it may depend on what earlier jobs found
+    is_finished: Callable[[], bool]
+    collect: Callable[[], str]  # takes in what a finished job found, and says it in a few words
+    is_ready: Callable[[], bool] = lambda: True  # whether what it starts from is finished
+
+
+def run_jobs(
+    waiting: Sequence[Planned],
+    *,
+    side_by_side: int,
+    say: Callable[[str], None],
+    on_end: Callable[[Planned, float], None] = lambda job, seconds: None,
+) -> None:
+    """Run jobs, those that are ready in their order. Jobs that fail, or wait for one that has, are named at the end."""
+    left = list(waiting)
+    is_main = threading.current_thread() is threading.main_thread()  # no other may set a handler
+    before = signal.signal(signal.SIGTERM, _interrupt) if is_main else None
+    running: dict[str, tuple[Planned, subprocess.Popen[bytes], float]] = {}
+    failed: list[Planned] = []
+    try:
+        while left or running:
+            for job in [job for job in left if job.is_ready()][: side_by_side - len(running)]:
+                left.remove(job)
+                running[job.name] = (job, _start(job, side_by_side), time.monotonic())
+                say(f"{job.name}: started")
+            if not running:
+                break
+            time.sleep(POLL_SECONDS)
+            for job, process, began in list(running.values()):
+                if process.poll() is None:
+                    continue
+                del running[job.name]
+                if process.returncode != 0 or not job.is_finished():
+                    failed.append(job)
+                    say(f"{job.name}: failed, see {job.log}")
+                    continue
+                seconds = time.monotonic() - began
+                say(f"{job.name}: {job.collect()} after {seconds:.0f} s")
+                on_end(job, seconds)
+    finally:  # each saves a checkpoint and ends
+        for _, process, _ in running.values():
+            process.terminate()
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+    if failed or left:
+        missing = ", ".join(job.name for job in failed + left)
+        raise ValueError(f"{len(failed + left)} runs are not finished: {missing}; the same command tries them again")
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def threads_of_each(side_by_side: int) -> int:
+    return max(1, (os.cpu_count() or 1) // side_by_side)
+
+
+def _start(job: Planned, side_by_side: int) -> subprocess.Popen[bytes]:
+    with job.log.open("ab") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads_of_each(side_by_side))}
+        command = [sys.executable, "-m", "lln.cli", *job.command()]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
