@@ -1,8 +1,11 @@
 """The stages of linearising, as one training that can be killed at any moment and continued bit for bit.
 
-- calibrate: centres and spreads of every head, from the teacher's queries and keys; no training;
-- align: the far branch of every layer learns softmax attention's weights, on what the teacher's layer sees;
-- join: the shares of the two branches are learned, on the teacher's attention outputs;
+- calibrate: centres and spreads of every head, from the teacher's queries and keys, then shares of the branches and
+  output projections in closed form (`lln.linearize.outputs`); no training;
+- align: the far branch of every layer learns softmax attention's weights, on what the teacher's layer sees; shares and
+  output projections are fitted anew;
+- join: the shares of the two branches are learned, on the teacher's attention outputs; output projections are fitted
+  anew;
 - distil: the whole model learns to give what the teacher gives.
 
 A step is a function of its number: data and chance depend on the seed, the stage and the step alone.
@@ -24,6 +27,7 @@ from transformers import PreTrainedModel, set_seed
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.data import STAGES, Batch, Source
 from lln.linearize.losses import hidden_loss, logits_loss, output_loss, weights_loss
+from lln.linearize.outputs import fit_outputs, fit_shares, output_layers
 from lln.linearize.teacher import Observation, converted_modules, observing
 from lln.mechanism import JoinedBranches, Mechanism
 from lln.nn import LLNAttention
@@ -68,7 +72,23 @@ class Linearizer:
         for name, mechanism in self.mechanisms.items():
             if isinstance(mechanism, LLNAttention) and mechanism.features is not None:
                 calibrate_heads(mechanism, observed[name], self._rows(observed[name], "align", 0))
+            fit_shares(mechanism, observed[name])
             on_layer()
+        self._fit_outputs()
+
+    def finish(self, stage: str) -> None:
+        """What follows the last step of a stage: fits in closed form of what depends on what the stage has trained."""
+        if stage == "align":
+            for name, seen in self._observed(self.source.calibration()).items():
+                fit_shares(self.mechanisms[name], seen)
+        if stage in ("align", "join"):
+            self._fit_outputs()
+
+    def _fit_outputs(self) -> None:
+        batches = self.source.calibration()
+        layers = output_layers(self.teacher, batches[0])
+        whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        fit_outputs(self.student, self.teacher, whole, layers)
 
     def stages(self) -> list[Stage]:
         """The stages that train something; weights of the student are trained in the last one alone."""
@@ -210,6 +230,8 @@ def _train_stage(
                 optimizer.step()
                 tokens += next(iter(batch.values())).numel()
                 number, is_last = first + step + 1, step + 1 == stage.steps
+                if is_last:
+                    work.finish(stage.name)
                 display.step(number)
                 if number % 10 == 0 or is_last:
                     seconds = time.monotonic() - began

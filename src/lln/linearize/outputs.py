@@ -1,0 +1,127 @@
+"""What follows the attention weights, fitted in closed form: the shares of two branches, and the output projections.
+
+A linear attention differs from softmax attention by an error that is partly the same for all tokens. Least squares
+remove that part without any training: the output projection of every layer gives, from what the student's heads
+give, what the teacher's gives from its own.
+
+Shapes: T tokens, W width of the heads together, F features of the model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lln.linearize.data import Batch
+from lln.linearize.losses import attend
+from lln.linearize.teacher import Observation, observing
+from lln.mechanism import JoinedBranches, Mechanism
+
+# The pull of the projection to the teacher's, in units of the mean square of the heads' outputs. Of 0.03, 0.3, 1, 4 and
+# a bias alone, 1 and 4 kept most of all-MiniLM-L6-v2 on passages of its training text that nothing was fitted to.
+RIDGE = 2.0
+SMALLEST_SHARE = 0.03  # of a branch, where shares are learned afterwards: a share of 0 would have no gradient
+
+
+@torch.no_grad()
+def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
+    """Set the share of the far branch of each head that brings the output next to softmax attention's."""
+    if not isinstance(mechanism, JoinedBranches) or mechanism.combine not in ("ratio", "gate"):
+        return
+    outputs = {}
+    for branch in ("far", "near"):
+        mechanism.branches = branch  # type: ignore[assignment]
+        outputs[branch] = attend(mechanism, seen)
+    mechanism.branches = "both"
+    between = outputs["far"] - outputs["near"]
+    size = between.square().sum(dim=(0, 2, 3)).clamp(min=torch.finfo(between.dtype).tiny)
+    share = (between * (seen.output - outputs["near"])).sum(dim=(0, 2, 3)) / size
+    mechanism.ratio_logit.copy_(share.clamp(SMALLEST_SHARE, 1 - SMALLEST_SHARE).logit())
+
+
+def output_layers(teacher: PreTrainedModel, batch: Batch) -> dict[str, str]:
+    """The name of the linear layer that takes the output of each attention as it is, by the attention's name.
+
+    They are found by what they are given. An attention whose output is changed on its way (by a gate or a norm) has
+    none.
+    """
+    inputs: dict[str, Tensor] = {}
+    layers = {name: x for name, x in teacher.named_modules() if isinstance(x, nn.Linear | Conv1D)}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given, name=name: inputs.__setitem__(name, given[0]))  # type: ignore[misc]
+        for name, layer in layers.items()
+    ]
+    try:
+        with observing(teacher) as found, torch.no_grad():
+            teacher(**{name: x[:1] for name, x in batch.items()})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    matches = {}
+    for attention, [seen] in found.items():
+        output = seen.output.transpose(1, 2).flatten(2)
+        equal = [x for x, given in inputs.items() if given.shape == output.shape and torch.equal(given, output)]
+        if len(equal) == 1:
+            matches[attention] = equal[0]
+    return matches
+
+
+@torch.no_grad()
+def fit_outputs(
+    student: PreTrainedModel, teacher: PreTrainedModel, batch: Batch, layers: Mapping[str, str], ridge: float = RIDGE
+) -> None:
+    """Refit the output projections of a student, first layer to last, each on what the fitted ones before it give.
+
+    Args:
+        student: the linear model; its output projections are replaced.
+        teacher: the model that it imitates; its projections are what the fit is pulled to.
+        batch: text or images to fit on.
+        layers: from `output_layers`.
+        ridge: the strength of the pull.
+    """
+    wanted: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda _, given, output: wanted.__setitem__(name, output)
+
+    def fit(name: str) -> Any:
+        def before(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+            _fit_layer(getattr(layer, "base_layer", layer), teacher.get_submodule(name), given[0], wanted[name], ridge)
+
+        return before
+
+    names = layers.values()
+    _run_with(teacher, batch, [teacher.get_submodule(x).register_forward_hook(keep(x)) for x in names])
+    _run_with(student, batch, [student.get_submodule(x).register_forward_pre_hook(fit(x)) for x in names])
+
+
+def _run_with(model: PreTrainedModel, batch: Batch, hooks: list[Any]) -> None:
+    try:
+        model.base_model(**batch)  # without a head: the logits of a language model would be the largest tensor
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _fit_layer(layer: Any, teacher: Any, given: Tensor, wanted: Tensor, ridge: float) -> None:
+    """Set `layer` to the least squares of wanted (T, F) on given (T, W), pulled to the weights of `teacher`."""
+    has_bias = layer.bias is not None
+    x, y = given.flatten(0, -2).double(), wanted.flatten(0, -2).double()
+    start = teacher.weight if isinstance(teacher, Conv1D) else teacher.weight.mT
+    start = start.double()
+    if has_bias:
+        x = torch.cat((x, torch.ones_like(x[:, :1])), dim=1)
+        start = torch.cat((start, teacher.bias.double()[None]))
+    gram = x.mT @ x / len(x)
+    pull = gram.diagonal()[: given.shape[-1]].mean().expand(len(gram)).clone() * ridge
+    if has_bias:
+        pull[-1] = 1e-6  # the bias is free; above 0, so that the system has a solution
+    pull = pull.clamp(min=torch.finfo(torch.float32).tiny)
+    solved = start + torch.linalg.solve(gram + pull.diag(), x.mT @ (y - x @ start) / len(x))
+    weight = solved[: given.shape[-1]]
+    layer.weight.copy_(weight if isinstance(layer, Conv1D) else weight.mT)
+    if has_bias:
+        layer.bias.copy_(solved[-1])
