@@ -56,10 +56,20 @@ def explicit(module, query, key, value, *, keep=None, is_causal=False):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("projection", "signed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"projection": False, "signed": False},
+        {"projection": True, "signed": False},
+        {"projection": True, "signed": True},
+        {"projection": True, "signed": True, "feature_dim": 19},
+        {"projection": True, "signed": False, "feature_dim": 5},
+    ],
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_is_the_formula(form, projection, signed, is_causal):
-    module, inputs = make(form, projection=projection, signed=signed), heads()
+def test_is_the_formula(form, options, is_causal):
+    module, inputs = make(form, **options), heads()
     expected = explicit(module, *inputs, is_causal=is_causal)
     torch.testing.assert_close(module(*inputs, is_causal=is_causal), expected, rtol=1e-9, atol=1e-9)
     single = module.float()(*(x.float() for x in inputs), is_causal=is_causal)
@@ -115,7 +125,29 @@ def test_calibration_measures_centres_and_matches_the_scales():
     torch.testing.assert_close(features.log_alpha.exp(), 0.5 * alpha.mean(dim=0), rtol=1e-4, atol=0)
 
 
+def test_wider_projections_begin_as_rotations_of_the_balanced_basis():
+    """Each block of head_dim features then has products of query and key as the head itself."""
+    query, key, _ = heads(300, dtype=torch.float32)
+    options = {"num_key_heads": 2, "form": "unbiased", "projection": True, "signed": True}
+    features = HeadFeatures(4, 8, **options, feature_dim=24)
+    features.calibrate(query, key, matching="variance")
+    scale = (features.log_alpha.exp() * features.log_beta.exp().repeat_interleave(2))[:, None, None]
+    a, b, _ = features(query, key)
+    assert a.shape[-1] == features.num_features == 48
+    exact = query @ key.repeat_interleave(2, dim=1).mT * scale
+    for start in (0, 8, 16):
+        block = a[..., start : start + 8] @ b[..., start : start + 8].repeat_interleave(2, dim=1).mT
+        torch.testing.assert_close(block, exact, rtol=1e-3, atol=1e-3)
+    blocks = features.project_q.detach()[0].split(8, dim=1)
+    assert float((blocks[0] - blocks[1]).abs().max()) > 0.1
+    assert float((blocks[1] - blocks[2]).abs().max()) > 0.1
+
+
 def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ValueError, match="set projection=True"):
+        lln.LLNAttention(2, 8, statistics="learned", feature_dim=16)
+    with pytest.raises(ValueError, match="feature_dim"):
+        lln.LLNAttention(2, 8, statistics="learned", projection=True, feature_dim=0)
     with pytest.raises(ValueError, match="learned"):
         lln.LLNAttention(2, 8, projection=True)
     with pytest.raises(ValueError, match="alpha and beta are parameters"):
@@ -146,7 +178,7 @@ def test_a_gate_depends_on_the_query():
 @pytest.mark.parametrize("form", FORMS)
 def test_a_state_gives_what_causal_attention_gives(form, dtype):
     """Far features of another number than the head's, and softmax attention of the query and key themselves."""
-    options = {"near": "window", "block_size": 5, "combine": "gate"}
+    options = {"near": "window", "block_size": 5, "combine": "gate", "feature_dim": 11}
     module = make(form, cls=lln.LLNDiagAttention, **options).to(dtype).eval()
     with torch.no_grad():
         module.gate.normal_()

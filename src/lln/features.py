@@ -2,13 +2,15 @@
 
     a_i = alpha (q_i - m_q) W_q          b_j = beta (k_j - m_k) W_k          w_j = u . k_j
 
-a and b are the query and key of LLN attention with alpha = beta = 1, and w is a log-weight of each key. With `signed`
-there are twice as many features, (a, -a) and (b, -b). The decomposed form has centres and u = m_q / sqrt(D), the weight
-that softmax attention gives a key for all queries alike; the other forms have neither.
+a and b are the query and key of LLN attention with alpha = beta = 1, and w is a log-weight of each key. W_q and W_k map
+to `feature_dim` features, D by default. With `signed` there are twice as many, (a, -a) and (b, -b). The decomposed form
+has centres and u = m_q / sqrt(D), the weight that softmax attention gives a key for all queries alike; the other forms
+have neither.
 
 All of it belongs to a head and does not depend on other tokens, so nothing is measured while the attention runs.
 
-Shapes: B batch, H heads, a multiple of H_k key heads, N tokens, D features of a head, F features of LLN attention.
+Shapes: B batch, H heads, a multiple of H_k key heads, N tokens, D features of a head, E = `feature_dim`, F = E or 2 E
+features of LLN attention.
 """
 
 import torch
@@ -24,10 +26,19 @@ class HeadFeatures(nn.Module):
     """The inputs of LLN attention as learned maps of query and key; `calibrate` gives them their first values."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, *, num_key_heads: int, form: Form, projection: bool, signed: bool
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_key_heads: int,
+        form: Form,
+        projection: bool,
+        signed: bool,
+        feature_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads, head_dim
+        self.feature_dim = head_dim if feature_dim is None else feature_dim
         self.form: Form = form
         self.projection, self.signed = projection, signed
         self.log_alpha = nn.Parameter(torch.zeros(num_heads))
@@ -37,12 +48,13 @@ class HeadFeatures(nn.Module):
             self.center_k = nn.Parameter(torch.zeros(num_key_heads, head_dim))
             self.column = nn.Parameter(torch.zeros(num_heads, head_dim))
         if projection:
-            self.project_q = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
-            self.project_k = nn.Parameter(torch.eye(head_dim).repeat(num_key_heads, 1, 1))
+            first = rotations(head_dim, self.feature_dim)
+            self.project_q = nn.Parameter(first.repeat(num_heads, 1, 1))
+            self.project_k = nn.Parameter(first.repeat(num_key_heads, 1, 1))
 
     @property
     def num_features(self) -> int:
-        return self.head_dim * (2 if self.signed else 1)
+        return self.feature_dim * (2 if self.signed else 1)
 
     def forward(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
@@ -67,8 +79,9 @@ class HeadFeatures(nn.Module):
     def calibrate(self, query: Tensor, key: Tensor, *, matching: Matching, spread: float | Tensor = 1.0) -> None:
         """Set centres, weights and scales from query (B, H, N, D) and key (B, H_k, N, D) of several samples.
 
-        With a projection, features are the principal ones of the content: a basis in which queries and keys have the
-        same diagonal covariance, and q . k is as before. `spread`, a number or (H,), times the matched scales.
+        With a projection, the first D features are the principal ones of the content: a basis in which queries and keys
+        have the same diagonal covariance, and q . k is as before. Further ones are rotations of them. `spread`, a
+        number or (H,), times the matched scales.
         """
         query, key = query.to(accumulator(query.dtype)), key.to(accumulator(key.dtype))
         if self.form == "decomposed":
@@ -79,8 +92,9 @@ class HeadFeatures(nn.Module):
             query, key = query - center_q[:, None], key - center_k[:, None]
         if self.projection:
             to_q, to_k = balanced_basis(query, key)
-            self.project_q.copy_(to_q)
-            self.project_k.copy_(to_k)
+            rotated = rotations(self.head_dim, self.feature_dim).to(to_q)
+            self.project_q.copy_(to_q @ rotated)
+            self.project_k.copy_(to_k @ rotated)
             query, key = query @ to_q, key @ to_k
         alpha, beta = _mean_scales(measure_moments(query, key), self.head_dim, matching, self.form)
         beta = torch.unflatten(beta, 0, (self.num_key_heads, -1)).mean(dim=1)
@@ -92,8 +106,18 @@ class HeadFeatures(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.num_heads}, {self.head_dim}, form={self.form!r}, projection={self.projection}, signed={self.signed}"
+            f"{self.num_heads}, {self.head_dim}, form={self.form!r}, projection={self.projection}, "
+            f"signed={self.signed}, feature_dim={self.feature_dim}"
         )
+
+
+def rotations(dim: int, features: int) -> Tensor:
+    """(dim, features): the unit matrix, followed by random rotations of it, the same ones on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = [torch.eye(dim, dtype=torch.float64)]
+    while len(blocks) * dim < features:
+        blocks.append(torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))[0])
+    return torch.cat(blocks, dim=1)[:, :features].float()
 
 
 def balanced_basis(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,8 +36,8 @@ class LLNAttention(Mechanism):
       those of a standard Gaussian. Under data parallelism each process keeps its own, as BatchNorm's do.
 
     - `statistics="learned"`: from none. Scales and centres of each head are parameters, and with `projection` so are
-      the features that queries and keys are mapped to, with `signed` each of them and its negative: see
-      `lln.features`. `lln.linearize` finds them for a pretrained model.
+      the features that queries and keys are mapped to, `feature_dim` of them (by default `head_dim`), with `signed`
+      each of them and its negative: see `lln.features`. `lln.linearize` finds them for a pretrained model.
 
     `form="decomposed"` has centres too: means of each sample, or with `statistics="running"` moving averages of them in
     evaluation, and in causal attention always. `num_key_heads` is then needed where there are fewer key heads.
@@ -68,6 +68,7 @@ class LLNAttention(Mechanism):
         num_key_heads: int | None = None,
         projection: bool = False,
         signed: bool = False,
+        feature_dim: int | None = None,
     ) -> None:
         super().__init__()
         check_choice("matching", matching, MATCHINGS)
@@ -94,11 +95,20 @@ class LLNAttention(Mechanism):
         self.momentum, self.alpha, self.beta = momentum, alpha, beta
         if (projection or signed) and statistics != "learned":
             raise ValueError(f'projection and signed are for statistics="learned", got {statistics!r}')
+        if feature_dim is not None:
+            check_at_least(1, feature_dim=feature_dim)
+            if not projection:
+                raise ValueError("feature_dim is the number of features that a projection maps to; set projection=True")
         self.features: HeadFeatures | None = None
         if statistics == "learned":
             if alpha is not None or beta is not None:
                 raise ValueError('with statistics="learned" alpha and beta are parameters; leave them out')
-            options: dict[str, Any] = {"form": form, "projection": projection, "signed": signed}
+            options: dict[str, Any] = {
+                "form": form,
+                "projection": projection,
+                "signed": signed,
+                "feature_dim": feature_dim,
+            }
             self.features = HeadFeatures(num_heads, head_dim, num_key_heads=num_key_heads, **options)
         if statistics == "running":
             for name in RUNNING:
@@ -334,6 +344,7 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         num_key_heads: int | None = None,
         projection: bool = False,
         signed: bool = False,
+        feature_dim: int | None = None,
     ) -> None:
         super().__init__(
             num_heads,
@@ -348,6 +359,7 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
             num_key_heads=num_key_heads,
             projection=projection,
             signed=signed,
+            feature_dim=feature_dim,
         )
         check_block_size(block_size)
         check_choice("near", near, NEARS)

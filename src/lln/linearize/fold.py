@@ -2,7 +2,8 @@
 
 Where a layer's queries and keys are the outputs of two linear layers and nothing else uses them, the map
 a = alpha (x W + c - m_q) W_q is a linear layer as well. A rotation between the two, softmax attention among neighbours,
-or several query heads for a key head stand in the way: then the maps stay where they are.
+several query heads for a key head, or more features than the head has stand in the way: then the maps stay where they
+are.
 """
 
 import inspect
@@ -43,6 +44,8 @@ def _foldable(module: Any) -> tuple[nn.Linear, nn.Linear] | None:
     features = mechanism.features
     arguments = inspect.signature(module.forward).parameters
     if not features.projection or features.num_key_heads != features.num_heads or ROTARY in arguments:
+        return None
+    if features.feature_dim != features.head_dim:
         return None
     if abs(getattr(module, "scaling", features.head_dim**-0.5) - features.head_dim**-0.5) > 1e-9:
         return None  # queries are multiplied on their way
