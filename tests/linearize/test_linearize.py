@@ -5,6 +5,7 @@ import torch
 
 import lln.hf
 from lln.linearize import LinearizeConfig, linearize
+from lln.linearize.config import LEAST_FEATURES
 from lln.linearize.data import TextSource, lengths_up_to, special_tokens
 from lln.linearize.evaluate import Kept, ablated
 from lln.linearize.linear import split_documents
@@ -115,7 +116,7 @@ def test_the_result_is_an_ordinary_converted_model(make, tokenizer, texts, quick
 
 def test_projections_are_folded_into_the_model(make, tokenizer, texts, quick):
     """Of LLN alone in BERT: the parameters of the mechanism are gone, and the outputs are those of the report."""
-    result = run(make("bert"), tokenizer, texts, quick(attention="lln"))
+    result = run(make("bert"), tokenizer, texts, quick(attention="lln", options={"feature_dim": 16}))
     assert result.report["folded"]
     assert not any("project" in name for name, _ in result.model.named_parameters())
     train, held_out = split_documents(texts)
@@ -127,7 +128,14 @@ def test_projections_are_folded_into_the_model(make, tokenizer, texts, quick):
 
 def test_rotated_or_shared_keys_are_not_folded(make, tokenizer, texts, quick):
     model = make("llama", "ModelForCausalLM", num_key_value_heads=1)
-    assert not run(model, tokenizer, texts, quick(attention="lln")).report["folded"]
+    config = quick(attention="lln", options={"feature_dim": 16})
+    assert not run(model, tokenizer, texts, config).report["folded"]
+
+
+def test_small_heads_get_more_features_which_are_not_folded(make, tokenizer, texts, quick):
+    result = run(make("bert"), tokenizer, texts, quick(attention="lln", steps=0))
+    assert not result.report["folded"]
+    assert {x.mechanism.features.feature_dim for x in converted_modules(result.model).values()} == {LEAST_FEATURES}
 
 
 def test_a_killed_run_continues_bit_for_bit(make, tokenizer, texts, quick, tmp_path, monkeypatch):

@@ -89,7 +89,9 @@ def linearize(
                 quiet=quiet,
             )
     source = make_source(model, tokenizer, texts, held_out, config)
-    student = convert(copy.deepcopy(model), config.attention, **config.all_options())
+    teacher = make_teacher(model)
+    head_dim = max(module.mechanism.head_dim for module in converted_modules(teacher).values())
+    student = convert(copy.deepcopy(model), config.attention, **config.all_options(head_dim))
     student.train(False)
     place = Path(out)
     with RunFolder(place / WORK, {"experiment": "linearize"} | config.settings()) as run:
@@ -98,7 +100,7 @@ def linearize(
             run.say(f"{place} is finished: nothing to do.")
             return Linearized(from_pretrained(place, type(model)), read_json(place / "report.json", "remove it"))
         adapters = add_lora(student, config.lora_rank) if config.lora_rank else None
-        work = Linearizer(student, make_teacher(model), source, config)
+        work = Linearizer(student, teacher, source, config)
         report = _run(work, run, quiet=quiet)
         if adapters is not None:
             adapters.merge_and_unload()
@@ -212,7 +214,7 @@ def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
         try:
             cost = layer_cost(
                 work.config.attention,
-                work.config.all_options(),
+                work.config.all_options(module.mechanism.head_dim),
                 heads=module.mechanism.num_heads,
                 head_dim=module.mechanism.head_dim,
                 is_causal=module.sees_only_the_past,
