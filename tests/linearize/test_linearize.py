@@ -72,6 +72,23 @@ def test_a_decoder_learns_to_predict_as_before(make, tokenizer, texts, quick):
     assert [row["branches"] for row in report["ablation"]] == ["both", "far", "near", "none"]
 
 
+def test_lora_leaves_the_weights_beside_linear_layers_as_they_were(make, tokenizer, texts, quick, tmp_path):
+    """Embeddings and norms are not trained; linear layers are merged, so that the result is an ordinary model."""
+    pytest.importorskip("peft")
+    model = make("bert")
+    result = run(model, tokenizer, texts, quick(lora_rank=2), out=tmp_path / "linear")
+    before, after = model.state_dict(), result.model.state_dict()
+    assert not any("lora" in name for name in after)
+    still = [name for name in before if "embeddings" in name or "LayerNorm" in name]
+    assert len(still) > 5
+    assert all(torch.equal(before[name], after[name]) for name in still)
+    assert not torch.equal(before["encoder.layer.0.output.dense.weight"], after["encoder.layer.0.output.dense.weight"])
+    again = lln.hf.from_pretrained(tmp_path / "linear")
+    tokens = torch.randint(5, 80, (2, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens)[0], result.model(tokens)[0])
+
+
 def test_images(make, quick):
     model = make("vit", image_size=20, patch_size=5)
     images = torch.randn(40, 3, 20, 20, generator=torch.Generator().manual_seed(0))

@@ -99,9 +99,16 @@ class Linearizer:
         found = (
             Stage("align", steps["align"], config.align_rate, features, self._align),
             Stage("join", steps["join"], config.join_rate, shares, self._join),
-            Stage("distil", steps["distil"], config.distil_rate, list(self.student.parameters()), self._distil),
+            Stage("distil", steps["distil"], config.distil_rate, self._distilled(), self._distil),
         )
         return [stage for stage in found if stage.steps and stage.parameters]
+
+    def _distilled(self) -> list[nn.Parameter]:
+        """What the last stage trains: all weights, or LoRA matrices and the mechanisms."""
+        if not self.config.lora_rank:
+            return list(self.student.parameters())
+        of_mechanisms = {id(x) for mechanism in self.mechanisms.values() for x in mechanism.parameters()}
+        return [x for name, x in self.student.named_parameters() if "lora_" in name or id(x) in of_mechanisms]
 
     def _observed(self, batches: list[Batch]) -> dict[str, Observation]:
         """What the teacher's attentions see in some batches of the same shape."""
