@@ -88,12 +88,23 @@ class JoinedBranches(nn.Module):
             return far if self.branches == "far" else near
         if self.combine == "average":
             return (far + near) / 2
-        if self.combine in ("ratio", "gate"):
-            logit = self.ratio_logit.to(far.dtype)[:, None, None]
-            if self.combine == "gate":
-                logit = logit + query.to(far.dtype) @ self.gate.to(far.dtype)[..., None]
-            return torch.lerp(near, far, logit.sigmoid())
+        share = self.far_share(query.to(far.dtype))
+        if share is not None:
+            return torch.lerp(near, far, share)
         return self.far_scale.to(far.dtype) * far + self.near_scale.to(far.dtype) * near
+
+    def far_share(self, query: Tensor, heads: list[int] | None = None) -> Tensor | None:
+        """The learned share of the far branch, (1, H, 1, 1) or (B, H, N, 1), for the query (B, H, N, D) of some heads.
+
+        None where it is a half, or where features are scaled one by one.
+        """
+        if self.combine not in ("ratio", "gate"):
+            return None
+        logit = self.ratio_logit.to(query.dtype)[None, :, None, None]
+        gate = self.gate.to(query.dtype)[..., None] if self.combine == "gate" else None
+        if heads is not None:
+            logit, gate = logit[:, heads], None if gate is None else gate[heads]
+        return (logit if gate is None else logit + query @ gate).sigmoid()
 
     def share_parameters(self) -> list[nn.Parameter]:
         """What decides how the branches are put together."""

@@ -293,7 +293,7 @@ class LLNAttention(Mechanism):
 
     def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
         if self.features is not None:
-            return None
+            return {"kind": "lln", "features": self.log_features(query, key)}
         # While training `scales` would update the running averages.
         alpha, beta = (self.alpha, self.beta) if self.training else self.scales(query, key)
         options: dict[str, Any] = {"kind": "lln", "matching": self.matching, "scope": self.scope, "form": self.form}
@@ -387,9 +387,7 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         far = super().recorded_options(query, key)
         if far is None or self.combine == "scale":  # which leaves no one matrix: its LLN branch is read then
             return far
-        if self.near == "window":
-            return None
-        return far | {"kind": "lln_diag", "block_size": self.block_size}
+        return far | {"kind": "lln_diag", "block_size": self.block_size, "near": self.near}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, near={self.near!r}, block_size={self.block_size}, combine={self.combine!r}"

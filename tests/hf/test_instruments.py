@@ -83,6 +83,43 @@ def test_a_learned_share_is_recorded_as_it_mixes(make, batch, tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("attention", ["lln", "lln_diag"])
+def test_learned_features_windows_and_gates_are_recorded(attention, causal, make, batch, tmp_path):
+    """As the matrix that the mechanism makes of the identity, in place of values."""
+    options = {"statistics": "learned", "form": "decomposed", "projection": True, "signed": True, "feature_dim": 11}
+    if attention == "lln_diag":
+        options |= {"near": "window", "block_size": 6, "combine": "gate"}
+    model = make("llama", "ModelForCausalLM") if causal else make("roberta")
+    model = lln.hf.convert(model, attention, **options)
+    mechanisms = [module.mechanism for module in model.modules() if hasattr(module, "mechanism")]
+    with torch.no_grad():
+        for mechanism in mechanisms:
+            for parameter in mechanism.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    inputs = batch()
+    records, heard = hear(model, inputs, tmp_path / "r.jsonl")
+    keep = inputs["attention_mask"].bool()
+    sample = keep.sum(1).tolist().index(records[0]["tokens"])
+    assert {record["kind"] for record in records} == {attention}
+    for layer, (query, key) in enumerate(heard):
+        identity = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)
+        with torch.no_grad():
+            matrix = mechanisms[layer](query, key, identity, key_padding_mask=keep, is_causal=causal)[sample]
+            far = mechanisms[layer]._far(query, key, identity, {"key_padding_mask": keep, "is_causal": causal})[sample]
+        matrix, far = (x[:, keep[sample]][:, :, keep[sample]] for x in (matrix, far))
+        allowed = torch.ones_like(far[0], dtype=torch.bool).tril() if causal else torch.ones_like(far[0]).bool()
+        expected = {
+            "entropy": -torch.xlogy(matrix, matrix).sum(dim=-1).mean(dim=-1) / math.log(2),
+            "temperature": torch.stack([x[allowed].log().var(correction=0).rsqrt() for x in far]),
+        }
+        of_layer = records[4 * layer : 4 * layer + 4]
+        assert all(record["alpha"] is None and record["gap"] is not None for record in of_layer)
+        for name, wanted in expected.items():
+            found = torch.tensor([record[name] for record in of_layer])
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_learned_scales_are_recorded_by_their_lln_branch(make, batch, tmp_path):
     model, inputs = lln.hf.convert(make("roberta"), "lln_diag", block_size=5, combine="scale"), batch()
     records, heard = hear(model, inputs, tmp_path / "r.jsonl")

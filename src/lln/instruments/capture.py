@@ -40,7 +40,7 @@ class Capture:
     """Query (1, h, N, D) and key (1, h, M, D) of one sample, and how they are attended.
 
     `mask` (1 or h, N, M) is what a model gave for pairs of tokens: bool with True = may see, or float to be added.
-    `share` (h,) is the part of LLN in LLN + Diag where it is not one half.
+    `share` (h, 1 or N) is the part of LLN in LLN + Diag where it is not one half.
     """
 
     heads: list[int]
@@ -54,10 +54,13 @@ class Capture:
         """Pieces that hold the heads in order."""
         if self.mask is None:
             pieces = read(self.query, self.key, self.options)[1]
+            share, keep = self.share, self.options.get("key_padding_mask")
+            if share is not None and share.shape[1] > 1 and keep is not None:
+                share = share[:, keep[0]]
             done = 0
             for piece in pieces:
-                if isinstance(piece, MeanRows) and self.share is not None:
-                    piece.share = self.share[done : done + piece.heads, None, None]
+                if isinstance(piece, MeanRows) and share is not None:
+                    piece.share = share[done : done + piece.heads, :, None]
                 done += piece.heads
             return pieces
         masks = self.mask if len(self.mask) > 1 else [self.mask[0]] * len(self.heads)
@@ -77,8 +80,11 @@ class Capture:
         return SoftmaxRows(query[:, rows], key[:, columns], is_causal=is_causal, mask=mask[rows][:, columns])
 
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """alpha and beta (h,) of LLN attention; those of the last kept token if each token has its own."""
-        if self.options.get("kind", "lln") not in ("lln", "lln_diag"):
+        """alpha and beta (h,) of LLN attention; those of the last kept token if each token has its own.
+
+        None for other attention, and where features are learned, of which they are a part.
+        """
+        if self.options.get("kind", "lln") not in ("lln", "lln_diag") or self.options.get("features") is not None:
             return None
         keep = self.options.get("key_padding_mask")
         last = -1 if keep is None or not bool(keep.any()) else int(keep[0].nonzero()[-1])
@@ -103,6 +109,10 @@ def take(
         options["alpha"] = _take_scale(options["alpha"], sample, heads)
     if "beta" in options:
         options["beta"] = _take_scale(options["beta"], sample, heads)
+    features = options.get("features")
+    if features is not None:
+        a, b = (x.detach()[sample, heads][None] for x in features)
+        options["features"] = a, b
     centers = options.get("centers")
     if centers is not None:
         chosen = (heads, [head // groups for head in heads])
@@ -170,8 +180,9 @@ def _longest(query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Ten
 
 
 def _with_share(capture: Capture, module: nn.Module | None) -> Capture:
-    if isinstance(module, JoinedBranches) and module.combine == "ratio":
-        capture.share = module.ratio_logit.sigmoid()[capture.heads].to(capture.query.dtype)
+    if isinstance(module, JoinedBranches) and capture.options.get("kind") == "lln_diag":
+        share = module.far_share(capture.query, heads=capture.heads)
+        capture.share = None if share is None else share[0, :, :, 0].detach()
     return capture
 
 

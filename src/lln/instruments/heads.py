@@ -57,7 +57,7 @@ def _affordable_gap(rows: Rows) -> Tensor:
 
     NaN where a sampled row has no weight among them: there is no such chain.
     """
-    separate = isinstance(rows, SoftmaxRows) and rows.block_size is not None
+    separate = isinstance(rows, SoftmaxRows) and rows.is_separate
     if len(rows.index) == rows.num_rows or rows.is_causal or isinstance(rows, LLNRows) or separate:
         return gap(rows)
     among = rows.block(rows.index)[:, :, rows.index]

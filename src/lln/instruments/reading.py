@@ -20,17 +20,23 @@ from lln.masks import read_padding, read_paddings
 from lln.matching.curves import MATCHINGS, Form, Matching
 from lln.matching.moments import SCOPES, Scope, chunks
 from lln.precision import accumulator
-from lln.problem import Centers, FarOptions, Problem
+from lln.problem import NEARS, Centers, FarOptions, Near, Problem
 
 # How far the sum of a row may be from 1, by the precision the matrix was computed in.
 SUM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Options(TypedDict, total=False):
-    """What may follow (query, key): the options of `lln.attention_matrix`. A matrix takes only the two masks."""
+    """What may follow (query, key): the options of `lln.attention_matrix`. A matrix takes only the two masks.
+
+    `features` are a (B, H, N, F) and b (B, H, M, F) of the kernel exp(a_i) . exp(b_j), where LLN attention has learned
+    them: its matching, form and scales have no say then.
+    """
 
     kind: Kind
     block_size: int
+    near: Near
+    features: tuple[Tensor, Tensor] | None
     key_padding_mask: Tensor | None
     is_causal: bool
     alpha: float | Tensor | None
@@ -130,6 +136,9 @@ def _read_inputs(query: Tensor, key: Tensor, options: Options) -> Iterator[Rows]
     check_inputs(query, key, same_length=same_length)
     block_size = options.get("block_size", 64)
     check_block_size(block_size)
+    check_choice("near", options.get("near", "blocks"), NEARS)
+    if options.get("features") is not None and kind not in ("lln", "lln_diag"):
+        raise ValueError(f"features belong to LLN attention, not to kind={kind!r}; leave them out")
     scaled = scaled_inputs(query, key, options) if kind in ("lln", "lln_diag") else None
     if scaled is None and (options.get("alpha") is not None or options.get("beta") is not None):
         raise ValueError(f"alpha and beta belong to LLN attention, not to kind={kind!r}; leave them out")
@@ -138,7 +147,8 @@ def _read_inputs(query: Tensor, key: Tensor, options: Options) -> Iterator[Rows]
     check_finite("key", key, keep_key)
 
     def make(q: Tensor, k: Tensor, a: Tensor | None, b: Tensor | None) -> Rows:
-        softmax = SoftmaxRows(q, k, is_causal=is_causal, block_size=block_size if near else None)
+        neighbours: dict[str, Any] = {"block_size": block_size, "near": options.get("near", "blocks")} if near else {}
+        softmax = SoftmaxRows(q, k, is_causal=is_causal, **neighbours)
         if a is None or b is None:
             return softmax
         far = LLNRows(a, b, is_causal=is_causal)
@@ -166,7 +176,10 @@ def _read_inputs(query: Tensor, key: Tensor, options: Options) -> Iterator[Rows]
 
 
 def scaled_inputs(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """a (B, H, N, D) and b (B, H, M, D) of the kernel exp(a_i) . exp(b_j), see `lln.forms`."""
+    """a (B, H, N, F) and b (B, H, M, F) of the kernel exp(a_i) . exp(b_j), see `lln.forms`."""
+    features = options.get("features")
+    if features is not None:
+        return features
     problem = in_paper_form(_problem(query, key, options))
     alpha, beta = problem.scales()
     dtype = accumulator(query.dtype)

@@ -11,6 +11,7 @@ chunk, chosen by an index.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from lln.functional import Kind
 from lln.matching.moments import chunks
 from lln.precision import accumulator
+from lln.problem import Near
 
 # Numbers in a chunk of rows: 4 MB of float32, small enough for a cache, large enough that Python's share is small.
 CHUNK_ENTRIES = 2**20
@@ -76,14 +78,21 @@ class MatrixRows(Rows):
 
 
 class SoftmaxRows(Rows):
-    """Rows of softmax(q . k / sqrt(D)) (eq. 1); with `block_size`, only inside blocks of so many tokens.
+    """Rows of softmax(q . k / sqrt(D)) (eq. 1); with `block_size`, only inside blocks or a window of so many tokens.
 
     `mask` (N, M) is for what a model asks beyond causality: a bool tensor with True = may see, or a float tensor that
     is added to the scores.
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, *, is_causal: bool, block_size: int | None = None, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        is_causal: bool,
+        block_size: int | None = None,
+        near: Near = "blocks",
+        mask: Tensor | None = None,
     ) -> None:
         super().__init__(
             heads=query.shape[0],
@@ -94,10 +103,17 @@ class SoftmaxRows(Rows):
         )
         self.kind = "softmax" if block_size is None else "block_diagonal"
         self.query, self.key, self.block_size, self.mask = query, key, block_size, mask
+        self.near: Near = near
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether tokens of several blocks have nothing to do with each other."""
+        return self.block_size is not None and self.near == "blocks" and self.num_rows > self.block_size
 
     def head(self, head: int) -> "SoftmaxRows":
         query, key = self.query[head, None], self.key[head, None]
-        return SoftmaxRows(query, key, is_causal=self.is_causal, block_size=self.block_size, mask=self.mask)
+        near: dict[str, Any] = {"block_size": self.block_size, "near": self.near}
+        return SoftmaxRows(query, key, is_causal=self.is_causal, mask=self.mask, **near)
 
     def scores(self, index: Tensor) -> Tensor:
         """q . k / sqrt(D) of the rows `index`."""
@@ -108,9 +124,13 @@ class SoftmaxRows(Rows):
         return scores
 
     def seen(self, index: Tensor) -> Tensor:
-        """Which keys the mechanism itself gives weight to: inside blocks these are fewer than the allowed ones."""
+        """Which keys the mechanism itself gives weight to: among neighbours these are fewer than the allowed ones."""
         if self.block_size is None:
             return self.allowed(index)
+        if self.near == "window":
+            before = self.block_size - 1 if self.is_causal else (self.block_size - 1) // 2
+            distance = self.columns - index[:, None]
+            return self.allowed(index) & (distance >= -before) & (distance < self.block_size - before)
         return self.allowed(index) & (self.columns // self.block_size == index[:, None] // self.block_size)
 
     def allowed(self, index: Tensor) -> Tensor:
@@ -176,7 +196,10 @@ class LLNRows(Rows):
 
 
 class MeanRows(Rows):
-    """Rows of LLN + Diag: a `share` of LLN, a number or (G, 1, 1), and the rest of attention inside blocks."""
+    """Rows of LLN + Diag: a `share` of LLN, and the rest of softmax attention among neighbours.
+
+    `share` is a number, or (G, 1, 1), or (G, N, 1) where each query has its own.
+    """
 
     kind = "lln_diag"
 
@@ -197,4 +220,7 @@ class MeanRows(Rows):
         return alone
 
     def block(self, index: Tensor) -> Tensor:
-        return self.share * self.far.block(index) + (1 - self.share) * self.near.block(index)
+        share = self.share
+        if isinstance(share, Tensor) and share.shape[1] > 1:
+            share = share[:, index]
+        return share * self.far.block(index) + (1 - share) * self.near.block(index)

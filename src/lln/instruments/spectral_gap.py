@@ -64,7 +64,7 @@ def gap(rows: Rows) -> Tensor:
         second = _second_on_diagonal(rows)
     elif isinstance(rows, LLNRows):
         second = _second_eigenvalue(_feature_chain(rows))
-    elif isinstance(rows, SoftmaxRows) and rows.block_size is not None and rows.num_rows > rows.block_size:
+    elif isinstance(rows, SoftmaxRows) and rows.is_separate:
         second = torch.ones(rows.heads, dtype=torch.float64)
     elif rows.num_rows <= (DENSE_TOKENS if _has_scipy() else DENSE_AT_MOST):
         second = _dense(torch.cat([rows.block(index) for index in rows.parts()], dim=1).double())

@@ -17,6 +17,7 @@ def temperature(attention: Tensor, key: Tensor | None = None, **options: Unpack[
 
         softmax, block_diagonal   tau = 1 / sigma_sm, sigma_sm² the variance of the scores q . k / sqrt(D)   (eq. 5)
         lln                       tau = 1 / sqrt(a (alpha² sigma_q² + beta² sigma_k²) + b)                    (eq. 11)
+        lln with `features`       tau = 1 / sqrt(Var ln P): eq. 11 is for matched alpha and beta
         lln_diag                  that of its LLN branch
         an explicit matrix        tau = 1 / sqrt(Var ln P), which is sigma_sm where proposition 3.1 holds
 
@@ -28,6 +29,8 @@ def temperature(attention: Tensor, key: Tensor | None = None, **options: Unpack[
         return measure(_of_matrix, attention, key, options)
     read(attention, key, options)  # refuses what is wrong with the input
     kind, keep = options.get("kind", "lln"), options.get("key_padding_mask")
+    if options.get("features") is not None:
+        return measure(_of_matrix, attention, key, options | {"kind": "lln"})
     if kind in ("lln", "lln_diag"):
         a, b = scaled_inputs(attention, key, options)
         spread = measure_moments(a, b, key_padding_mask=keep)
