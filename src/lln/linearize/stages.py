@@ -48,9 +48,12 @@ class Stage:
 
     name: str
     steps: int
-    rate: float
-    parameters: list[nn.Parameter]
+    groups: list[tuple[float, list[nn.Parameter]]]  # learning rates, and what is trained with them
     loss: Callable[[Batch, int], Tensor]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, group in self.groups for parameter in group]
 
 
 class Linearizer:
@@ -97,18 +100,21 @@ class Linearizer:
         known = set(map(id, shares))
         features = [x for mechanism in self.mechanisms.values() for x in mechanism.parameters() if id(x) not in known]
         found = (
-            Stage("align", steps["align"], config.align_rate, features, self._align),
-            Stage("join", steps["join"], config.join_rate, shares, self._join),
-            Stage("distil", steps["distil"], config.distil_rate, self._distilled(), self._distil),
+            Stage("align", steps["align"], [(config.align_rate, features)], self._align),
+            Stage("join", steps["join"], [(config.join_rate, shares)], self._join),
+            Stage("distil", steps["distil"], self._distilled(), self._distil),
         )
         return [stage for stage in found if stage.steps and stage.parameters]
 
-    def _distilled(self) -> list[nn.Parameter]:
-        """What the last stage trains: all weights, or LoRA matrices and the mechanisms."""
-        if not self.config.lora_rank:
-            return list(self.student.parameters())
-        of_mechanisms = {id(x) for mechanism in self.mechanisms.values() for x in mechanism.parameters()}
-        return [x for name, x in self.student.named_parameters() if "lora_" in name or id(x) in of_mechanisms]
+    def _distilled(self) -> list[tuple[float, list[nn.Parameter]]]:
+        """What the last stage trains: all weights or LoRA matrices, and the mechanisms with a rate of their own."""
+        mechanisms = [x for mechanism in self.mechanisms.values() for x in mechanism.parameters()]
+        known, lora = set(map(id, mechanisms)), bool(self.config.lora_rank)
+        rest = [
+            x for name, x in self.student.named_parameters() if id(x) not in known and ("lora_" in name or not lora)
+        ]
+        groups = ((self.config.distil_rate, rest), (self.config.distil_feature_rate, mechanisms))
+        return [(rate, group) for rate, group in groups if group]
 
     def _observed(self, batches: list[Batch]) -> dict[str, Observation]:
         """What the teacher's attentions see in some batches of the same shape."""
@@ -211,9 +217,11 @@ def _train_stage(
 ) -> None:
     for parameter in work.student.parameters():
         parameter.requires_grad_(False)
-    for parameter in stage.parameters:
+    parameters = stage.parameters
+    for parameter in parameters:
         parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(stage.parameters, lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.0)
+    groups = [{"params": group, "lr": rate} for rate, group in stage.groups]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
     if checkpoint is not None:
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
     display = Display(stage.name, first + stage.steps, done, quiet=quiet)
@@ -226,11 +234,12 @@ def _train_stage(
             for step in range(done - first, stage.steps):
                 set_seed(int(np.random.SeedSequence((work.config.seed, first + step)).generate_state(1)[0]))
                 batch = work.source.batch(stage.name, step)
-                optimizer.param_groups[0]["lr"] = stage.rate * schedule(step, stage.steps)
+                for settings, (rate, _) in zip(optimizer.param_groups, stage.groups, strict=True):
+                    settings["lr"] = rate * schedule(step, stage.steps)
                 loss = stage.loss(batch, step)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                norm = nn.utils.clip_grad_norm_(stage.parameters, 1.0)
+                norm = nn.utils.clip_grad_norm_(parameters, 1.0)
                 value = float(loss.detach())
                 if not math.isfinite(value):
                     raise ValueError(f"the loss of stage {stage.name} is {value} at step {step}; lower its rate")
