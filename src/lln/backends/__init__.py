@@ -3,10 +3,14 @@
 - `cpu`: C for CPUs, built at first use (float32, float16, bfloat16);
 - `torch`: plain torch, on any device; compiles, exports, differentiates twice.
 
-The first that can takes the problem. `LLN_BACKEND=torch` (or another name) leaves only that one and `torch`.
+The first that can takes the problem. `LLN_BACKEND=torch` (or another name) leaves only that one and `torch`; inside
+`with lln.backends.use("torch")` there is only that one.
 """
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -19,7 +23,38 @@ from lln.recurrence import Advance, Recurrence
 
 BACKENDS: tuple[Backend, ...] = (CpuBackend(), TorchBackend())
 
-__all__ = ["BACKENDS", "Backend", "advance", "attention", "choose", "explain"]
+__all__ = ["BACKENDS", "Backend", "UnsupportedError", "advance", "attention", "choose", "explain", "use"]
+
+_used: ContextVar[str | None] = ContextVar("lln.backends.use", default=None)
+
+
+class UnsupportedError(ValueError):
+    """The backend of `use` cannot compute a problem; the message has its reason."""
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Compute everything in a `with` block by one backend, whatever LLN_BACKEND is.
+
+    A function that torch.compile compiled before the block keeps the backend that it was compiled for.
+
+    Args:
+        name: of a backend, "torch" or "cpu".
+
+    Returns:
+        A context manager; in it, the blocks of other threads do not count.
+
+    Raises:
+        ValueError: there is no backend of that name.
+        UnsupportedError: the backend cannot compute a problem of the block.
+    """
+    if name not in (names := [x.name for x in BACKENDS]):
+        raise ValueError(f"a backend must be one of {', '.join(names)}, got {name!r}")
+    token = _used.set(name)
+    try:
+        yield
+    finally:
+        _used.reset(token)
 
 
 def attention(problem: Problem) -> Tensor:
@@ -31,18 +66,24 @@ def attention(problem: Problem) -> Tensor:
 
 def advance(recurrence: Recurrence) -> Advance:
     """Compute the next tokens of a state with the first backend that can."""
-    for backend in BACKENDS[:-1]:
-        if disabled_reason(backend.name) is None and backend.why_not_advance(recurrence) is None:
-            return backend.advance(recurrence)
-    return BACKENDS[-1].advance(recurrence)
+    return _first(lambda backend: backend.why_not_advance(recurrence)).advance(recurrence)
 
 
 def choose(problem: Problem) -> Backend:
     """The first backend that can compute a problem; the last one, plain torch, always can."""
-    for backend in BACKENDS[:-1]:
-        if disabled_reason(backend.name) is None and backend.why_not(problem) is None:
-            return backend
-    return BACKENDS[-1]
+    return _first(lambda backend: backend.why_not(problem))
+
+
+def _first(why_not: Callable[[Backend], str | None]) -> Backend:
+    """The first backend that is not disabled and has no reason not to compute."""
+    refused = ""
+    for backend in BACKENDS:
+        if disabled_reason(backend.name) is None:
+            reason = why_not(backend)
+            if reason is None:
+                return backend
+            refused = f"{backend.name} cannot compute this, because {reason}"
+    raise UnsupportedError(f"{refused}; leave lln.backends.use out, or name a backend that can (lln.backends.explain)")
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> str:
@@ -64,7 +105,10 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options
 
 
 def disabled_reason(name: str) -> str | None:
-    """Why a backend is not used whatever the problem: the environment variable LLN_BACKEND names another one."""
+    """Why a backend is not used whatever the problem: `use` or the environment variable LLN_BACKEND names another."""
+    used = _used.get()
+    if used is not None:
+        return None if name == used else f"lln.backends.use({used!r})"
     wanted = os.environ.get("LLN_BACKEND", "")
     if wanted and wanted not in (names := [x.name for x in BACKENDS]):
         raise ValueError(f"LLN_BACKEND must be {', '.join(names)} or not set, got {wanted!r}")
