@@ -7,6 +7,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import pytest
 import torch
 
+import helpers
+import lln.backends
+
 # Many small tensors: a second thread costs more than it gives, and each pytest worker has a core.
 torch.set_num_threads(1)
 
@@ -14,6 +17,36 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=helpers.BACKENDS)
+def backend(request):
+    """The name of each backend in turn, which computes all attention of the test; what it cannot is skipped."""
+    with lln.backends.use(request.param):
+        yield request.param
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    try:
+        return (yield)
+    except lln.backends.UnsupportedError as error:
+        if "backend" not in pyfuncitem.fixturenames:
+            raise
+        pytest.skip(str(error).partition(";")[0])
+
+
+@pytest.fixture
+def wide(backend):
+    """The widest dtype that the backend has: rounding hides little of a mistake in a formula."""
+    return helpers.widest(backend)
+
+
+@pytest.fixture
+def four_threads():
+    """More threads than heads: the fused code cuts the tokens of a head into chunks."""
+    with helpers.threads(4):
+        yield
 
 
 @pytest.fixture

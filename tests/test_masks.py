@@ -1,4 +1,4 @@
-"""Padding: what stands in it, and who else is in the batch, changes nothing, not by a bit."""
+"""Padding on every backend: what stands in it, and who else is in the batch, changes nothing, not by a bit."""
 
 import functools
 
@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import lln
+from helpers import FUNCTIONS, all_functions, assert_as_exact, causal_or_full, centers_of, new_forms
 from lln.masks import read_padding
 
-FUNCTIONS = ["lln_attention", "block_diagonal_attention", "lln_diag_attention"]
-FORMS = {"unbiased": {"form": "unbiased"}, "decomposed": {"form": "decomposed"}}
 NOISE = {"ones": 1.0, "huge": 1e30, "largest": 3e38, "nan": float("nan"), "inf": float("inf")}
 
 
@@ -22,15 +21,14 @@ def keep_of(side, N=40):
     }[side]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fused", "plain"])
 @pytest.mark.parametrize("noise", list(NOISE))
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_content_of_padding_moves_no_bit_and_gets_no_gradient(tokens, name, is_causal, side, noise, dtype):
+@causal_or_full
+@all_functions
+def test_content_of_padding_moves_no_bit_and_gets_no_gradient(tokens, backend, wide, name, is_causal, side, noise):
     keep = keep_of(side)
     attention = functools.partial(getattr(lln, name), key_padding_mask=keep, is_causal=is_causal)
-    clean = tokens(B=3, N=40, dtype=dtype)
+    clean = tokens(B=3, N=40, dtype=wide)
     dirty = [x.masked_fill(~keep[:, None, :, None], NOISE[noise]) for x in clean]
     results = []
     for inputs in (clean, dirty):
@@ -45,9 +43,9 @@ def test_content_of_padding_moves_no_bit_and_gets_no_gradient(tokens, name, is_c
         assert (gradient.transpose(1, 2)[~keep] == 0).all()
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_neighbours_in_the_batch_move_no_bit(tokens, name, is_causal):
+@causal_or_full
+@all_functions
+def test_neighbours_in_the_batch_move_no_bit(tokens, backend, name, is_causal):
     keep = keep_of("right")
     attention = functools.partial(getattr(lln, name), key_padding_mask=keep, is_causal=is_causal)
     inputs = tokens(B=3, N=40, dtype=torch.float32)
@@ -56,31 +54,31 @@ def test_neighbours_in_the_batch_move_no_bit(tokens, name, is_causal):
 
 
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_padded_sample_is_the_sample_alone(tokens, name, is_causal, side):
+@causal_or_full
+@all_functions
+def test_a_padded_sample_is_the_sample_alone(tokens, backend, wide, name, is_causal, side):
     keep = keep_of(side)
     options = {"is_causal": is_causal} | ({} if name == "lln_attention" else {"block_size": 8})
-    inputs = tokens(B=3, N=40)
+    inputs = tokens(B=3, N=40, dtype=wide)
     padded = getattr(lln, name)(*inputs, key_padding_mask=keep, **options)
     for sample in range(3):
         alone = getattr(lln, name)(*(x[sample : sample + 1, :, keep[sample]] for x in inputs), **options)
-        torch.testing.assert_close(padded[sample, :, keep[sample]], alone[0], rtol=1e-10, atol=1e-11)
+        assert_as_exact(padded[sample, :, keep[sample]], alone[0])
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_no_kept_key_gives_zeros(tokens, name, is_causal):
-    q, k, v = tokens(N=9, grad=True)
+@causal_or_full
+@all_functions
+def test_no_kept_key_gives_zeros(tokens, backend, wide, name, is_causal):
+    q, k, v = tokens(N=9, dtype=wide, grad=True)
     output = getattr(lln, name)(q, k, v, key_padding_mask=torch.tensor([9, 0]), is_causal=is_causal)
     assert (output[1] == 0).all()
     output.sum().backward()
     assert all(x.grad.isfinite().all() and (x.grad[1] == 0).all() for x in (q, k, v))
 
 
-def test_causal_rows_before_the_first_kept_key_are_zero(tokens):
+def test_causal_rows_before_the_first_kept_key_are_zero(tokens, backend, wide):
     keep = torch.arange(12) >= torch.tensor([[0], [5]])
-    output = lln.lln_attention(*tokens(N=12), key_padding_mask=keep, is_causal=True)
+    output = lln.lln_attention(*tokens(N=12, dtype=wide), key_padding_mask=keep, is_causal=True)
     assert (output[1, :, :5] == 0).all()
     assert (output[1, :, 5:] != 0).all()
 
@@ -96,8 +94,8 @@ def test_lengths_are_masks(tokens):
         )
 
 
-def test_a_mask_that_keeps_all_is_no_mask(tokens):
-    inputs = tokens(N=70)
+def test_a_mask_that_keeps_all_is_no_mask(tokens, backend, wide):
+    inputs = tokens(N=70, dtype=wide)
     for name in FUNCTIONS:
         for is_causal in (False, True):
             attention = functools.partial(getattr(lln, name), is_causal=is_causal)
@@ -106,13 +104,12 @@ def test_a_mask_that_keeps_all_is_no_mask(tokens):
 
 
 @pytest.mark.parametrize("noise", list(NOISE))
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("form", FORMS)
-def test_content_of_padding_does_not_matter_in_any_form(tokens, form, is_causal, noise):
+@causal_or_full
+@new_forms
+def test_content_of_padding_does_not_matter_in_any_form(tokens, backend, form, is_causal, noise):
     keep = keep_of("right")
-    options = {**FORMS[form], "alpha": 1.0, "beta": 1.0, "is_causal": is_causal, "key_padding_mask": keep}
-    if is_causal and form == "decomposed":
-        options["centers"] = torch.randn(4, 16), torch.randn(4, 16)
+    options = {"form": form, "alpha": 1.0, "beta": 1.0, "is_causal": is_causal, "key_padding_mask": keep}
+    options |= centers_of(form, 4, 4, 16) if is_causal else {}
     clean = tokens(B=3, N=40, dtype=torch.float32)
     dirty = [x.masked_fill(~keep[:, None, :, None], NOISE[noise]) for x in clean]
     results = []

@@ -1,4 +1,4 @@
-"""Packed sequences: each is computed as it is alone, and no value crosses a border."""
+"""Packed sequences on every backend: each is computed as it is alone, and no value crosses a border."""
 
 import functools
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lln
+from helpers import FORMS, only_cpu
 
 CALLS = {
     "lln": ("lln_attention", {}),
@@ -22,13 +23,12 @@ def starts_of(lengths):
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("call", CALLS)
-def test_each_sequence_is_computed_as_alone(tokens, call, lengths, dtype):
+def test_each_sequence_is_computed_as_alone(tokens, backend, wide, call, lengths):
     name, options = CALLS[call]
     starts = starts_of(LENGTHS[lengths])
-    inputs = tokens(B=1, H=4, Hk=2, N=int(starts[-1]), D=16, dtype=dtype, grad=True)
+    inputs = tokens(B=1, H=4, Hk=2, N=int(starts[-1]), D=16, dtype=wide, grad=True)
     output = getattr(lln, name)(*inputs, cu_seqlens=starts, **options)
     gradient = torch.randn_like(output)
     found = [output, *torch.autograd.grad(output, inputs, gradient)]
@@ -41,7 +41,7 @@ def test_each_sequence_is_computed_as_alone(tokens, call, lengths, dtype):
 @pytest.mark.parametrize("noise", [1e30, torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("lengths", ["uneven", "equal"])
 @pytest.mark.parametrize("call", CALLS)
-def test_no_value_crosses_a_border(tokens, call, lengths, noise):
+def test_no_value_crosses_a_border(tokens, backend, call, lengths, noise):
     name, options = CALLS[call]
     starts = starts_of(LENGTHS[lengths])
     attention = functools.partial(getattr(lln, name), cu_seqlens=starts, **options)
@@ -60,9 +60,9 @@ def test_no_value_crosses_a_border(tokens, call, lengths, noise):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("form", ["paper", "unbiased", "decomposed"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lengths", [[5, 1, 0, 17, 3], [140, 200, 7], [8, 8, 8]], ids=str)
-def test_forms_leave_nan_where_it_is(tokens, form, lengths):
+def test_forms_leave_nan_where_it_is(tokens, backend, form, lengths):
     starts = starts_of(lengths)
     clean = tokens(B=1, N=int(starts[-1]), dtype=torch.float32)
     own = slice(int(starts[1]), int(starts[2]))  # the second sequence
@@ -81,7 +81,8 @@ def test_forms_leave_nan_where_it_is(tokens, form, lengths):
 
 @pytest.mark.parametrize("token_first", [False, True], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("lengths", [[130, 5, 200, 6, 1], [16, 16]], ids=str)
-def test_memory_order_is_kept(tokens, token_first, lengths):
+@only_cpu
+def test_memory_order_is_kept(tokens, backend, token_first, lengths):
     """As the layers of a model lay out heads, so that they are joined without a copy; and so are gradients."""
     starts = starts_of(lengths)
     inputs = [x.detach() for x in tokens(B=1, N=int(starts[-1]), dtype=torch.float32)]
@@ -109,11 +110,11 @@ def test_a_graph_breaks_at_packed_sequences(tokens):
         torch.compile(double, backend="eager", fullgraph=True)(*inputs, starts)
 
 
-def test_scales_and_centers_of_packed_sequences(tokens):
-    q, k, v = tokens(B=1, H=2, N=30, D=8)
+def test_scales_and_centers_of_packed_sequences(tokens, backend, wide):
+    q, k, v = tokens(B=1, H=2, N=30, D=8, dtype=wide)
     starts = starts_of([12, 18])
     alpha, beta = torch.rand(1, 2, 30) + 0.5, torch.rand(2) + 0.5
-    centers = torch.randn(1, 2, 8, dtype=torch.float64), torch.randn(2, 8, dtype=torch.float64)
+    centers = torch.randn(1, 2, 8, dtype=wide), torch.randn(2, 8, dtype=wide)
     options = {"beta": beta, "form": "decomposed", "centers": centers}
     packed = lln.lln_attention(q, k, v, cu_seqlens=starts, alpha=alpha, **options)
     for part in (slice(0, 12), slice(12, 30)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lln
+from lln.problem import Problem
 
 B, H, N, D = 2, 4, 6, 8
 
@@ -166,3 +167,14 @@ def test_a_block_size_without_blocks_is_refused(kind):
 def test_key_heads_of_a_state_must_divide_its_heads():
     with pytest.raises(ValueError, match="multiple of key_heads=3"):
         lln.LLNState.empty(1, 2, 8, key_heads=3, block_size=4)
+
+
+def test_a_problem_is_validated_once_and_frozen(tokens):
+    problem = Problem.make(*tokens(N=8), far=True)
+    with pytest.raises(AttributeError):
+        problem.is_causal = True
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        Problem.make(*tokens(N=8), far=True, blok=3)
+    for wrong in ({"matching": "moments"}, {"form": "papr"}, {"near": "windows"}, {"scope": "head"}):
+        with pytest.raises(ValueError, match="must be one of"):
+            Problem.make(*tokens(N=8), far=True, **wrong)
