@@ -26,13 +26,12 @@ def run(*arguments):
 
 
 @pytest.fixture
-def small_demo(monkeypatch, tmp_path):
+def small_demo(monkeypatch, tmp_path, new_cache):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"{i} is followed by {i + 1}, " * 9}) + "\n" for i in range(200)))
     small = {"source": str(text), "vocab_size": 300, "steps": 4, "eval_every": 2, "save_every": 4, "record_every": 2}
     small |= {"layers": 1, "width": 16, "heads": 1, "feedforward": 16, "length": 32}
     monkeypatch.setattr(lln.report.demo_training, "SETTINGS", lln.report.demo_training.SETTINGS | small)
-    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(lln.report.demo, "TEMPERATURES", (1.0, 0.5))
     monkeypatch.setattr(lln.report.demo, "TOKENS", 32)
     monkeypatch.setattr(lln.report.demo, "LENGTHS", (512,))
@@ -71,7 +70,8 @@ def test_demo_shows_that_matching_matches(small_demo):
 
 @pytest.mark.skipif(os.name != "posix", reason="sends an interrupt")
 def test_an_interrupted_demo_keeps_what_was_finished(tmp_path):
-    command = [sys.executable, "-m", "lln.cli", "demo", "--out", str(tmp_path)]
+    small = "import lln.cli, lln.report.demo as demo; demo.TEMPERATURES, demo.TOKENS = (1.0, 0.5), 32; lln.cli.main()"
+    command = [sys.executable, "-c", small, "demo", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.time() + 120
     while not (tmp_path / "concentration.png").exists() and time.time() < deadline:
@@ -137,11 +137,18 @@ def test_zoo():
     ids=str,
 )
 def test_mistakes_are_words_not_tracebacks(arguments, text):
-    done = subprocess.run([sys.executable, "-m", "lln.cli", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
+    done = run(*arguments)
+    assert done.exit_code == 2
     output = " ".join((done.stdout + done.stderr).replace("│", " ").split())
     assert text in output
     assert "Traceback" not in output
+
+
+def test_a_mistake_ends_the_process_with_words():
+    done = subprocess.run([sys.executable, "-m", "lln.cli", "zoo", "nothing"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no mechanism is called 'nothing'" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 # What rich would read as markup, as an emoji code and as a style, in a text too long for a line.

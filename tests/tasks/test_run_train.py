@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from lln.tasks import trainer
 from lln.tasks.config import TrainConfig
 from lln.tasks.mlm import MlmConfig, train
 from lln.tasks.run import RunFolder
@@ -63,9 +64,8 @@ train(MlmConfig.preset("laptop", **json.loads(os.environ["CHANGES"])), out=Path(
 
 
 @pytest.fixture
-def source(tmp_path, monkeypatch):
+def source(tmp_path, monkeypatch, new_cache):
     """A small text; what is made of it is cached beside it."""
-    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LLN_DATA", raising=False)
     words = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "in", "ok", "um")]
     rng = np.random.default_rng(0)
@@ -145,8 +145,7 @@ def test_packed_documents_continued_are_bit_identical(source, tmp_path, monkeypa
     monkeypatch.setattr(RunFolder, "save_checkpoint", stop)
     with pytest.raises(KeyboardInterrupt):
         train(small(source, pack=True, steps=7), out=stopped, quiet=True)
-    monkeypatch.undo()
-    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(RunFolder, "save_checkpoint", save)
     train(small(source, pack=True, steps=7), out=stopped, quiet=True)
     assert (stopped / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     assert metrics(stopped) == metrics(whole)
@@ -197,23 +196,31 @@ def test_stopped_by_a_signal_goes_on(source, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_in_the_last_evaluation_evaluates_again(source, tmp_path, how):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(small(source), out=whole, quiet=True)
-    dies_in_the_last_evaluation = f"""
+DIES_IN_THE_LAST_EVALUATION = """
 import signal
 from lln.tasks import trainer
 evaluating = trainer.Display.evaluating
 def dying(self, step, share):
     if step == 12:
-        signal.raise_signal({int(how)})
+        signal.raise_signal(signal.{})
     evaluating(self, step, share)
 trainer.Display.evaluating = dying
 """
-    process = start(source, stopped, dies_in_the_last_evaluation + TRAIN)
-    output, _ = process.communicate()
-    assert b"KeyboardInterrupt" in output if how == signal.SIGINT else process.returncode == -signal.SIGKILL, output
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
+def test_stopped_in_the_last_evaluation_evaluates_again(source, tmp_path, monkeypatch, how):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(small(source), out=whole, quiet=True)
+    if how == "SIGINT":
+        monkeypatch.setattr(trainer.Display, "evaluating", evaluating := trainer.Display.evaluating)
+        exec(DIES_IN_THE_LAST_EVALUATION.format(how), {})
+        with pytest.raises(KeyboardInterrupt):
+            train(small(source), out=stopped, quiet=True)
+        trainer.Display.evaluating = evaluating
+    else:
+        process = start(source, stopped, DIES_IN_THE_LAST_EVALUATION.format(how) + TRAIN)
+        assert killed_by(process) == signal.SIGKILL
     assert (stopped / "checkpoints/step-12").exists()
     assert [line["step"] for line in metrics(stopped) if "eval_loss" in line] == [5, 10]
     train(small(source), out=stopped, quiet=True)

@@ -72,8 +72,9 @@ def test_standardised_means():
     seen = []
     model.head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     tokens = torch.randint(1, 10, (30, 2, 70))
-    for _ in range(100):  # until the moments have settled
-        model(tokens)
+    with torch.no_grad():
+        for _ in range(100):  # until the moments have settled
+            model(tokens)
     both = seen[-1][:, : 2 * 64].reshape(-1, 64)  # x and y are measured by the same moments
     assert torch.allclose(both.mean(dim=0), torch.zeros(64), atol=1e-4)
     assert torch.allclose(both.var(dim=0, correction=0), torch.ones(64), atol=0.1)
