@@ -91,7 +91,7 @@ def test_padding_does_not_matter_even_where_it_is_not_finite():
 
 
 def test_gradients_of_all_parameters():
-    module, inputs = make(), heads(5)
+    module, inputs = make(), [x[:1] for x in heads(4)]
     parameters = tuple(module.features.parameters())
     torch.autograd.gradcheck(lambda *_: module(*inputs, is_causal=True), parameters)
 

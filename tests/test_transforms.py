@@ -50,47 +50,50 @@ def test_compile_with_dynamic_lengths(tokens, name, is_causal):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the compiler's own making
 def test_compile_with_the_default_backend_forward_and_backward(tokens):
+    from torch._inductor import config
+
     inputs = tokens(B=1, H=2, N=40, D=8, dtype=torch.float32)
     results = []
     for attention in (lln.lln_diag_attention, torch.compile(lln.lln_diag_attention, fullgraph=True)):
         x = [t.clone().requires_grad_() for t in inputs]
-        output = attention(*x, block_size=16)
-        output.square().sum().backward()
+        with config.patch(compile_threads=1):  # processes that compile would have to import torch first
+            output = attention(*x, block_size=16)
+            output.square().sum().backward()
         results.append([output, *(t.grad for t in x)])
     for plain, compiled in zip(*results, strict=True):
         torch.testing.assert_close(plain, compiled, rtol=1e-4, atol=1e-5)
 
 
 @CASES
-def test_export_with_dynamic_length(tokens, name, is_causal):
+def test_an_exported_program_has_any_length_and_can_be_saved(tokens, name, is_causal):
     """Full attention for any length; what works in blocks or chunks for lengths with the same number of them."""
 
-    class Model(torch.nn.Module):
-        def forward(self, query, key, value):
-            return getattr(lln, name)(query, key, value, is_causal=is_causal)
-
-    inputs = tokens(N=100, D=8, dtype=torch.float32)
-    length = torch.export.Dim("length", min=65, max=4096 if name == "lln_attention" and not is_causal else 128)
-    program = torch.export.export(Model(), tuple(inputs), dynamic_shapes=({2: length},) * 3)
-    for N in (70, 100, 128):
-        others = tokens(N=N, D=8, dtype=torch.float32)
-        torch.testing.assert_close(program.module()(*others), Model()(*others), rtol=1e-4, atol=1e-5)
-
-
-@CASES
-def test_an_exported_program_can_be_saved_and_loaded(tokens, name, is_causal):
     class Model(torch.nn.Module):
         def forward(self, query, key, value, keep):
             return getattr(lln, name)(query, key, value, key_padding_mask=keep, is_causal=is_causal)
 
-    keep = torch.rand(2, 40) > 0.3
-    inputs = (*tokens(N=40, D=8, dtype=torch.float32), keep)
+    def make(N):
+        return (*tokens(N=N, D=8, dtype=torch.float32), torch.rand(2, N) > 0.3)
+
+    length = torch.export.Dim("length", min=65, max=4096 if name == "lln_attention" and not is_causal else 128)
+    program = torch.export.export(Model(), make(100), dynamic_shapes=(*({2: length},) * 3, {1: length}))
     file = io.BytesIO()
-    torch.export.save(torch.export.export(Model(), inputs), file)
+    torch.export.save(program, file)
     file.seek(0)
     loaded = torch.export.load(file).module()
-    others = (*tokens(N=40, D=8, dtype=torch.float32), torch.rand(2, 40) > 0.3)
-    torch.testing.assert_close(loaded(*others), Model()(*others), rtol=1e-4, atol=1e-5)
+    for N in (70, 100, 128):
+        inputs = make(N)
+        torch.testing.assert_close(loaded(*inputs), Model()(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_export_without_a_mask(tokens):
+    class Model(torch.nn.Module):
+        def forward(self, query, key, value):
+            return lln.lln_diag_attention(query, key, value, is_causal=True)
+
+    program = torch.export.export(Model(), tuple(tokens(N=40, D=8, dtype=torch.float32)))
+    others = tokens(N=40, D=8, dtype=torch.float32)
+    torch.testing.assert_close(program.module()(*others), Model()(*others), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -131,23 +134,6 @@ def test_a_dispatch_mode_sees_every_operation(tokens, name, is_causal):
     with FakeTensorMode():
         fake = [torch.empty(2, 4, 40, 8) for _ in range(3)]
         assert masked(*fake, torch.ones(2, 40, dtype=torch.bool)).shape == (2, 4, 40, 8)
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", ["lln_attention", "lln_diag_attention", "block_diagonal_attention"])
-def test_batches_of_gradients(tokens, name, is_causal):
-    attention = functools.partial(getattr(lln, name), is_causal=is_causal)
-    inputs = tuple(tokens(B=1, H=1, N=5, D=8, dtype=torch.float32))
-    jacobian = torch.autograd.functional.jacobian
-    for one, many in zip(jacobian(attention, inputs), jacobian(attention, inputs, vectorize=True), strict=True):
-        torch.testing.assert_close(one, many, rtol=1e-4, atol=1e-6)
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    output = attention(*leaves)
-    gradients = torch.randn(3, *output.shape)
-    batched = torch.autograd.grad(output, leaves, gradients, is_grads_batched=True, retain_graph=True)
-    for i, gradient in enumerate(gradients):
-        for one, many in zip(torch.autograd.grad(output, leaves, gradient, retain_graph=True), batched, strict=True):
-            torch.testing.assert_close(one, many[i], rtol=1e-4, atol=1e-6)
 
 
 WRONG_VALUES = {
@@ -201,52 +187,20 @@ def test_vmap_and_grad(tokens, name, is_causal):
     torch.testing.assert_close(single, leaves[0].grad)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", ["lln_attention", "lln_diag_attention"])
-def test_backward_allocates_in_proportion_to_the_tokens(tokens, name, is_causal):
-    """The gradient of each piece of a long sequence must not be as large as the sequence."""
-
-    def allocated(N):
-        inputs = tokens(B=1, H=1, N=N, D=8, dtype=torch.float32, grad=True)
-        output = getattr(lln, name)(*inputs, is_causal=is_causal)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            output.sum().backward()
-        return sum(max(event.self_cpu_memory_usage, 0) for event in profile.events())
-
-    assert allocated(2**15) < 4.4 * allocated(2**13)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="resets the peak of the process, which Linux can")
-@pytest.mark.parametrize("call", ["lln.lln_attention(q, k, v)", "lln.lln_diag_attention(q, k, v)"])
-def test_a_million_tokens_need_little_memory(call):
-    script = f"""
+def test_a_million_tokens_need_little_memory():
+    script = """
 import torch, lln
 from lln.bench.measure import peak_bytes, reset_peak
-q, k, v = (torch.randn(1, 1, 64, 32) for _ in range(3))
-{call}
-q, k, v = (torch.randn(1, 1, 1_000_000, 32) for _ in range(3))
-reset_peak()
-before = peak_bytes()
-with torch.no_grad():
-    output = {call}
-print(peak_bytes() - before - output.nbytes)
+few, many = ([torch.randn(1, 1, tokens, 32) for _ in range(3)] for tokens in (64, 1_000_000))
+for attention in (lln.lln_attention, lln.lln_diag_attention):
+    attention(*few)
+    reset_peak()
+    before = peak_bytes()
+    with torch.no_grad():
+        output = attention(*many)
+    print(peak_bytes() - before - output.nbytes)
+    del output
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 200e6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("form", ["paper", "unbiased", "decomposed"])
-@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "apart"])
-def test_gradients_with_a_graph_are_those_without(form, dtype, is_shared):
-    """Also where inputs are one tensor, or depend on each other, as the weights of keys do on keys in some forms."""
-    torch.manual_seed(0)
-    x, y = torch.randn(2, 1, 2, 10, 8, dtype=dtype)
-    x.requires_grad_()
-    inputs = (x, x, x * x) if is_shared else (y, x, y)
-    loss = lln.lln_diag_attention(*inputs, form=form, key_weight=x.mean(dim=-1), block_size=4).pow(3).sum()
-    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (found,) = torch.autograd.grad(loss, x, create_graph=True)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    (batched,) = torch.autograd.grad(loss, x, torch.ones(1, dtype=dtype), is_grads_batched=True)
-    torch.testing.assert_close(batched[0], expected, rtol=1e-4, atol=1e-5)
+    assert all(int(line) < 200e6 for line in done.stdout.split())
