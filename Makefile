@@ -21,7 +21,7 @@ demo: $(READY)  ## see moment matching, linear cost and training at work (five m
 	$(BIN)/lln demo
 
 test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: $(READY)  ## check format, style and types
 	$(BIN)/ruff format --check .

@@ -181,3 +181,15 @@ def feed(state, inputs, cuts, mask=None, *, in_place=False, **options):
         output, state = state.prefill(*piece, key_padding_mask=keep, in_place=in_place, **more)
         outputs.append(output)
     return torch.cat(outputs, 2), state
+
+
+def assert_kernel(module, query, key, value, kernel, *, is_causal, padded):
+    """A module weighs its values by an explicit kernel (B, H, N, N), with each row divided by its sum."""
+    keep = torch.rand(kernel.shape[0], kernel.shape[-1]) > 0.3 if padded else None
+    if keep is not None:
+        keep[:, 0] = True
+        kernel = kernel * keep[:, None, None, :]
+    if is_causal:
+        kernel = kernel.tril()
+    expected = kernel @ value / kernel.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(module(query, key, value, is_causal=is_causal, key_padding_mask=keep), expected)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,15 +15,6 @@ from lln import theory
 from lln.instruments import entropy, spectral_gap, variance
 
 TEMPERATURES = (0.2, 0.3, 0.5, 0.8, 1.25, 2.0, 4.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices here are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -23,6 +23,15 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+TWO_STACKS = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FULL = {"num_key_value_heads": 2, "head_dim": 8, "layer_types": ["full_attention", "full_attention"]}
 EXTRA = {
@@ -35,14 +44,8 @@ EXTRA = {
     "beit": {"image_size": 20, "patch_size": 5},
     "pixtral": {"image_size": 20, "patch_size": 5},
     "siglip_vision_model": {"image_size": 20, "patch_size": 5},
-    "nllb-moe": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
+    "nllb-moe": TWO_STACKS
+    | {
         "num_experts": 4,
         "encoder_sparse_step": 4,
         "decoder_sparse_step": 4,
@@ -60,14 +63,8 @@ EXTRA = {
     "vit": {"image_size": 20, "patch_size": 5},
     "deit": {"image_size": 20, "patch_size": 5},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-    "bart": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
+    "bart": TWO_STACKS
+    | {
         "decoder_start_token_id": 2,
         "forced_eos_token_id": None,
     },

@@ -27,15 +27,6 @@ ROWS = {2: 10 * 12, 5: 5 * 12, 6: 4 * 25, 7: 3 * 60}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices here are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def one_commit() -> Iterator[None]:
     """A commit that lands while the tests run must not change the footer."""
     with pytest.MonkeyPatch.context() as patch:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import lln.zoo
+from helpers import assert_kernel
 from lln.zoo.based import Based
 
 
@@ -32,14 +33,7 @@ def test_explicit_matrix(is_causal: bool, padded: bool, feature_dim: int | None)
         q, k = query @ module.project_query, key @ module.project_key
     scores = q @ k.mT / (feature_dim or 8) ** 0.5
     matrix = 1 + scores + scores.square() / 2
-    keep = torch.rand(2, 70) > 0.3 if padded else torch.ones(2, 70, dtype=torch.bool)
-    keep[:, 0] = True
-    matrix = matrix * keep[:, None, None, :]
-    if is_causal:
-        matrix = matrix.tril()
-    expected = matrix @ value / matrix.sum(dim=-1, keepdim=True)
-    mask = keep if padded else None
-    torch.testing.assert_close(module(query, key, value, is_causal=is_causal, key_padding_mask=mask), expected)
+    assert_kernel(module, query, key, value, matrix, is_causal=is_causal, padded=padded)
 
 
 def test_close_to_softmax_for_small_scores() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import lln.zoo
+from helpers import assert_kernel
 from lln.zoo.hedgehog import Hedgehog
 
 
@@ -33,14 +34,7 @@ def features(x: Tensor, matrix: Tensor) -> Tensor:
 def test_explicit_matrix(is_causal: bool, padded: bool) -> None:
     module, (query, key, value) = make(), tokens()
     matrix = features(query, module.map_query) @ features(key, module.map_key).mT
-    keep = torch.rand(2, 70) > 0.3 if padded else torch.ones(2, 70, dtype=torch.bool)
-    keep[:, 0] = True
-    matrix = matrix * keep[:, None, None, :]
-    if is_causal:
-        matrix = matrix.tril()
-    expected = matrix @ value / matrix.sum(dim=-1, keepdim=True)
-    mask = keep if padded else None
-    torch.testing.assert_close(module(query, key, value, is_causal=is_causal, key_padding_mask=mask), expected)
+    assert_kernel(module, query, key, value, matrix, is_causal=is_causal, padded=padded)
 
 
 def test_starts_as_the_identity() -> None:
