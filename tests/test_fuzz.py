@@ -232,7 +232,8 @@ def check(case: Case, *, compile: bool) -> list[str]:
 def test_eager(number):
     case = Case(number)
     able = check(case, compile=False)
-    assert able == BACKENDS or case.dtype is torch.float64
+    assert "torch" in able
+    assert "cpu" in able or "cpu" not in BACKENDS or case.dtype is torch.float64
 
 
 @pytest.mark.parametrize("number", COMPILED)
