@@ -16,7 +16,7 @@ from typing import Any, Literal, Unpack, get_args
 import torch
 from torch import Tensor
 
-from lln.backends import attention
+from lln.backends import CALLS, attention
 from lln.checks import check_choice, check_inputs
 from lln.forms import centered
 from lln.matching.curves import Form, Matching
@@ -26,6 +26,7 @@ from lln.problem import (
     NEARS,
     Centers,
     FarOptions,
+    Near,
     NearOptions,
     Options,
     Problem,
@@ -33,6 +34,7 @@ from lln.problem import (
     autocast_like_sdpa,
     with_signature,
 )
+from lln.repeats import Signature, plain_options, signature_of
 
 Kind = Literal["lln", "lln_diag", "block_diagonal", "softmax"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -70,7 +72,7 @@ def lln_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Q
     Raises:
         TypeError, ValueError: what cannot be honoured, with what to use instead.
     """
-    return autocast_like_sdpa(_attend, query, key, value, far=True, near=None, **options)
+    return _attend(query, key, value, True, None, options)
 
 
 @with_signature(NearOptions)
@@ -79,7 +81,7 @@ def block_diagonal_attention(query: Tensor, key: Tensor, value: Tensor, **option
 
     With `is_causal=True` a query sees the keys of its block up to its own. Other options as in `lln_attention`.
     """
-    return autocast_like_sdpa(_attend, query, key, value, **{"near": "blocks", **options}, far=False)
+    return _attend(query, key, value, False, "blocks", options)
 
 
 @with_signature(Options)
@@ -88,7 +90,7 @@ def lln_diag_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unp
     what is near. Options as in `lln_attention` and `block_diagonal_attention`; needs N = M.
     """
     check_choice("near", options.get("near", "blocks"), NEARS)  # None would leave LLN attention alone
-    return autocast_like_sdpa(_attend, query, key, value, **{"near": "blocks", **options}, far=True)
+    return _attend(query, key, value, True, "blocks", options)
 
 
 def attention_matrix(
@@ -170,7 +172,26 @@ def match_moments(
     return (alpha, beta) if is_causal else (alpha[..., 0], beta[..., 0])
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None = None, **options: Any) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, far: bool, near: Near | None, options: Any) -> Tensor:
+    """LLN attention (`far`), attention among neighbours (`near`, unless the options say another), or their mean."""
+    plain = plain_options(options)
+    signature = None if plain is None else signature_of(query, key, value, far, near, plain)
+    prepared = CALLS.find(signature)
+    if prepared is not None:
+        return prepared(query, key, value)
+    options = {"near": near, **options, "far": far, "signature": signature}
+    return autocast_like_sdpa(_validate_and_attend, query, key, value, **options)
+
+
+def _validate_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    signature: Signature | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
     if cu_seqlens is not None:
-        return attend_packed(_attend, query, key, value, cu_seqlens, **options)
-    return attention(Problem.make(query, key, value, **options))
+        return attend_packed(_validate_and_attend, query, key, value, cu_seqlens, **options)
+    return attention(Problem.make(query, key, value, **options), signature)

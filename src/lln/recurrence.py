@@ -12,7 +12,7 @@ from torch import Tensor
 from lln.checks import check_inputs
 from lln.matching.curves import Form, Matching
 from lln.precision import accumulator
-from lln.problem import Near
+from lln.problem import Centers, Near
 
 
 class Memory(NamedTuple):
@@ -38,13 +38,14 @@ class Recurrence(NamedTuple):
     alpha: Tensor | None  # (B, H); None: matched to the tokens so far
     beta: Tensor | None
     matching: Matching
-    form: Form  # "paper" or "unbiased": the decomposed form is the latter on other inputs, with `key_weight`
+    form: Form
     key_weight: Tensor | None  # (B, H, N) log-weights in the accumulator's dtype, added to all features of b
     near: Near  # where the neighbours of a token are
     near_query: Tensor | None  # (B, H, N, D) of the attention among them, in the dtype of the tokens; None: `query`
     near_key: Tensor | None  # (B, H_k, N, D); None: `key`
     apart: bool  # both branches, in the accumulator's dtype; otherwise their mean, in the dtype of the tokens
     in_place: bool  # the tensors of `memory` may be overwritten
+    centers: Centers | None = None  # of the decomposed form, (B, H, F) and (B, H_k, F) in the accumulator's dtype
 
 
 class Advance(NamedTuple):

@@ -12,12 +12,12 @@ not needed, `in_place=True` lets the new one take its memory, which is faster.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from lln.backends import advance
+from lln.backends import Repeats, advance
 from lln.backends.torch.advance import newest
 from lln.backends.torch.summary import KeySummary, empty_summary, merge
 from lln.checks import check_block_size, check_choice, check_scale, check_values, is_recorded
@@ -27,6 +27,7 @@ from lln.matching.moments import empty_sums
 from lln.precision import accumulator, autocast_is_on
 from lln.problem import NEARS, Centers, Near, read_centers
 from lln.recurrence import Advance, Memory, Recurrence, check_tokens, read_weight
+from lln.repeats import signature_of
 
 # Options that are words; `to_dict` has their places in these lists.
 WORDS: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "form": FORMS}
@@ -61,10 +62,12 @@ class LLNState:
     form: Form = "paper"
     center_q: Tensor | None = None  # (B, H, F) of the decomposed form
     center_k: Tensor | None = None  # (B, H_k, F)
+    _steps: ClassVar[Repeats]  # of each state, in place; set below, because it is no part of its value
 
     def __post_init__(self) -> None:
         """Every tensor owns its memory: a view would keep all that it was cut from, and cannot be saved."""
         self._check_shapes()
+        object.__setattr__(self, "_steps", Repeats(4))
         owners: set[int] = set()
         for field in fields(self):
             x = getattr(self, field.name)
@@ -267,6 +270,13 @@ class LLNState:
         near_key: Tensor | None = None,
         key_weight: Tensor | None = None,
     ) -> Advance:
+        signature = None
+        if in_place and not apart and key_padding_mask is near_query is near_key is key_weight is None:
+            addresses = [x.data_ptr() for x in self._memory() if x is not None]
+            signature = signature_of(query, key, value, *addresses)
+            step = self._steps.find(signature)
+            if step is not None:
+                return Advance(step(query, key, value), None, self._memory())
         if autocast_is_on(query.device.type):
             options: StateOptions = {"key_padding_mask": key_padding_mask, "in_place": in_place}
             options |= {"near_query": near_query, "near_key": near_key, "key_weight": key_weight}
@@ -276,52 +286,25 @@ class LLNState:
         keep = None if key_padding_mask is None else read_padding(key_padding_mask, key)
         if key_weight is not None:
             key_weight = read_weight(key_weight, query, self.mass.dtype)
-        form = self.form
-        if form == "decomposed":
-            if self.recent_key is not None and near_query is None:
-                near_query, near_key = query, key
-            query, key, key_weight = self._centered(query, key, key_weight)
-            form = "unbiased"
-        memory = Memory(
-            self.mass,
-            self.values,
-            self.count,
-            self.query_sums,
-            self.key_sums,
-            self.recent_key,
-            self.recent_value,
-        )
+        centers = None
+        if self.center_q is not None and self.center_k is not None:
+            if key.shape[1] != self.center_k.shape[1]:
+                raise ValueError(f"the centres are for {self.center_k.shape[1]} key heads, got {key.shape[1]}")
+            centers = self.center_q, self.center_k
+        branches = (self.near, near_query, near_key, apart, in_place)
         return advance(
             Recurrence(
-                query,
-                key,
-                value,
-                keep,
-                memory,
-                self.alpha,
-                self.beta,
-                self.matching,
-                form,
-                key_weight,
-                self.near,
-                near_query,
-                near_key,
-                apart,
-                in_place,
-            )
+                *(query, key, value, keep, self._memory(), self.alpha, self.beta, self.matching, self.form, key_weight),
+                *branches,
+                centers,
+            ),
+            signature if query.shape[2] == 1 else None,
+            self._steps,
         )
 
-    def _centered(self, query: Tensor, key: Tensor, key_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and m_q . k / sqrt(D): with them the decomposed form is the unbiased one, see `lln.forms`."""
-        assert self.center_q is not None
-        assert self.center_k is not None
-        query, key = query.to(self.mass.dtype), key.to(self.mass.dtype)
-        if key.shape[1] != self.center_k.shape[1]:
-            raise ValueError(f"the centres are for {self.center_k.shape[1]} key heads, got {key.shape[1]}")
-        by_group = torch.unflatten(self.center_q, 1, (key.shape[1], -1))  # the query heads of each key head
-        column = (key @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
-        column = column if key_weight is None else column + key_weight
-        return query - self.center_q[:, :, None], key - self.center_k[:, :, None], column
+    def _memory(self) -> Memory:
+        sums = (self.count, self.query_sums, self.key_sums)
+        return Memory(self.mass, self.values, *sums, self.recent_key, self.recent_value)
 
     def _with(self, memory: Memory) -> "LLNState":
         """The state with another memory: this one, if its tensors were overwritten."""

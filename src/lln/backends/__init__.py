@@ -15,11 +15,12 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from lln.backends.base import Backend
+from lln.backends.base import Backend, Prepared
 from lln.backends.cpu import CpuBackend
 from lln.backends.torch import TorchBackend
 from lln.problem import Options, Problem
 from lln.recurrence import Advance, Recurrence
+from lln.repeats import Signature
 
 BACKENDS: tuple[Backend, ...] = (CpuBackend(), TorchBackend())
 
@@ -57,16 +58,43 @@ def use(name: str) -> Iterator[None]:
         _used.reset(token)
 
 
-def attention(problem: Problem) -> Tensor:
-    """Compute a problem with the first backend that can."""
+class Repeats:
+    """Prepared calls by signature (`lln.repeats`), of some number at most."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._prepared: dict[Signature, tuple[str, Prepared]] = {}
+
+    def find(self, signature: Signature | None) -> Prepared | None:
+        found = self._prepared.get(signature)  # type: ignore[arg-type]
+        return found[1] if found is not None and disabled_reason(found[0]) is None else None
+
+    def keep(self, signature: Signature, backend: Backend, prepared: Prepared) -> None:
+        if len(self._prepared) >= self._size:
+            self._prepared.clear()
+        self._prepared[signature] = backend.name, prepared
+
+
+CALLS = Repeats(1024)
+
+
+def attention(problem: Problem, signature: Signature | None = None) -> Tensor:
+    """Compute a problem with the first backend that can; `signature` is that of a call that may be repeated."""
     if problem.is_empty:
         return problem.output_of_nothing()
-    return choose(problem).attention(problem)
+    backend = choose(problem)
+    if signature is not None and (prepared := backend.prepare(problem)) is not None:
+        CALLS.keep(signature, backend, prepared)
+        return prepared(problem.query, problem.key, problem.value)
+    return backend.attention(problem)
 
 
-def advance(recurrence: Recurrence) -> Advance:
-    """Compute the next tokens of a state with the first backend that can."""
-    return _first(lambda backend: backend.why_not_advance(recurrence)).advance(recurrence)
+def advance(recurrence: Recurrence, signature: Signature | None = None, repeats: Repeats | None = None) -> Advance:
+    """Compute the next tokens of a state with the first backend that can; a step that may be repeated is prepared."""
+    backend = _first(lambda backend: backend.why_not_advance(recurrence))
+    if signature is not None and repeats is not None and (prepared := backend.prepare_step(recurrence)) is not None:
+        repeats.keep(signature, backend, prepared)
+    return backend.advance(recurrence)
 
 
 def choose(problem: Problem) -> Backend:

@@ -1,12 +1,15 @@
 """What a backend has to offer, and how its parts are put together."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
 
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
+
+Prepared = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Backend(ABC):
@@ -35,6 +38,14 @@ class Backend(ABC):
         branch = self.near if not problem.far else self.far if problem.near is None else self.average
         return branch(problem).to(problem.query.dtype)
 
+    def prepare(self, problem: Problem) -> Prepared | None:
+        """`attention` for query, key and value like those of a problem that has no other tensors.
+
+        They have the same shapes, strides and dtypes, require no gradients, and nothing records or transforms the
+        operations on them. None: such calls are validated like others.
+        """
+        return None
+
     def why_not_advance(self, recurrence: Recurrence) -> str | None:
         """Why this backend cannot compute the next tokens of a state; None if it can."""
         return "it has no states"
@@ -42,3 +53,7 @@ class Backend(ABC):
     def advance(self, recurrence: Recurrence) -> Advance:
         """The outputs of the next tokens of a state, and its memory after them."""
         raise NotImplementedError
+
+    def prepare_step(self, recurrence: Recurrence) -> Prepared | None:
+        """`advance` in place for one token like that of a recurrence, as `prepare` is `attention`."""
+        return None

@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lln.backends.base import Backend
+from lln.backends.base import Backend, Prepared
 from lln.backends.cpu import binding
+from lln.backends.cpu.allocation import as_rows
 from lln.backends.cpu.autograd import attention
 from lln.backends.cpu.binding import TYPES
 from lln.backends.cpu.build import BuildError, load
@@ -58,10 +59,16 @@ class CpuBackend(Backend):
             problem = replace(problem, alpha=alpha, beta=beta)
         return attention(problem)
 
+    def prepare(self, problem: Problem) -> Prepared | None:
+        tokens = (problem.query, problem.key, problem.value)
+        others = (problem.queries.keep, problem.keys.keep, problem.alpha, problem.beta, problem.centers)
+        is_plain = problem.scope == "sample" and problem.key_weight is None and all(x is None for x in others)
+        return binding.prepare(problem) if is_plain and all(as_rows(x) is x for x in tokens) else None
+
     def why_not_advance(self, recurrence: Recurrence) -> str | None:
         if torch.compiler.is_compiling():
             return "torch.compile wants to see the operations of a state"
-        query, key, value, _, memory, alpha, beta, _, _, key_weight, _, near_query, near_key, _, _ = recurrence
+        query, key, value, _, memory, alpha, beta, _, _, key_weight, _, near_query, near_key, *_ = recurrence
         reason = _unsupported_reason(query, value)
         if reason is None and near_query is not None:
             reason = _unsupported_reason(near_query, value)
@@ -81,6 +88,12 @@ class CpuBackend(Backend):
 
     def advance(self, recurrence: Recurrence) -> Advance:
         return binding.advance(recurrence)
+
+    def prepare_step(self, recurrence: Recurrence) -> Prepared | None:
+        others = (recurrence.keep, recurrence.key_weight, recurrence.near_query, recurrence.near_key)
+        tokens = recurrence[:3]
+        is_plain = not recurrence.apart and all(x is None for x in others)
+        return binding.prepare_step(recurrence) if is_plain and all(as_rows(x) is x for x in tokens) else None
 
 
 def _unsupported_reason(query: Tensor, value: Tensor) -> str | None:

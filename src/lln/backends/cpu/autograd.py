@@ -4,56 +4,34 @@ Both ways keep the inputs, alpha, beta and the memory of the keys, and recompute
 gradients are those of the plain formula in eager mode, and refused by the compiled op.
 """
 
-from typing import Any, NamedTuple, cast
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from lln.backends.cpu import binding
+from lln.backends.cpu import allocation, binding
 from lln.backends.torch import TorchBackend
 from lln.backends.torch.recompute import apart, is_transformed
-from lln.matching.curves import Form, Matching
 from lln.problem import Problem, Tokens
-
-
-class Settings(NamedTuple):
-    """What the C code is to do, beside its tensors."""
-
-    far: bool
-    block_size: int  # 0: no blocks
-    is_causal: bool
-
-
-def _is_window(problem: Problem) -> bool:
-    return problem.near == "window"
 
 
 def attention(problem: Problem) -> Tensor:
     """LLN attention, softmax attention inside blocks, or the mean of both, with gradients."""
-    query, key, value, alpha, beta = problem.query, problem.key, problem.value, problem.alpha, problem.beta
-    key_weight = problem.key_weight if problem.far else None
-    form, center_query, center_key = _form_of(problem)
-    keep_query, keep_key = problem.queries.keep, problem.keys.keep
-    settings = Settings(problem.far, problem.block_size, problem.is_causal)
+    query, key, value = problem.query, problem.key, problem.value
     if torch.compiler.is_compiling():
-        tensors = (query, key, value, keep_query, keep_key, alpha, beta)
-        rest = (problem.matching, _is_window(problem), key_weight, form, center_query, center_key)
-        output: Tensor = forward_op(*tensors, *settings, *rest)[0]
+        output: Tensor = forward_op(query, key, value, *binding.settings_of(problem))[0]
         return output
-    differentiable = (query, key, value, alpha, beta, key_weight)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
-        return cast(Tensor, _Attention.apply(*differentiable, problem, settings))  # type: ignore[no-untyped-call]
-    arguments = (query, key, value, keep_query, keep_key, alpha, beta, *settings, problem.matching)
-    others = (_is_window(problem), key_weight, form, center_query, center_key)
-    return binding.forward(*arguments, *others, for_backward=False)[0]
-
-
-def _form_of(problem: Problem) -> tuple[Form, Tensor | None, Tensor | None]:
-    """The form of the far part, and its centres if they are given."""
-    if not problem.far:
-        return "paper", None, None
-    return (problem.form, *(problem.centers or (None, None)))
+    if torch.is_grad_enabled():
+        key_weight = problem.key_weight if problem.far else None
+        differentiable = (query, key, value, problem.alpha, problem.beta, key_weight)
+        if any(x is not None and x.requires_grad for x in differentiable):
+            return cast(Tensor, _Attention.apply(*differentiable, problem))  # type: ignore[no-untyped-call]
+    query, key, value = (allocation.as_rows(x) for x in (query, key, value))
+    return binding.prepare(replace(problem, query=query, key=key, value=value))(query, key, value)
 
 
 class _Attention(torch.autograd.Function):
@@ -69,20 +47,20 @@ class _Attention(torch.autograd.Function):
         beta: Tensor | None,
         key_weight: Tensor | None,
         problem: Problem,
-        settings: Settings,
     ) -> Tensor:
-        keep_query, keep_key = problem.queries.keep, problem.keys.keep
-        arguments = (query, key, value, keep_query, keep_key, alpha, beta, *settings, problem.matching)
-        form, *centers = _form_of(problem)
-        output, *kept = binding.forward(*arguments, _is_window(problem), key_weight, form, centers[0], centers[1])
-        ctx.settings, ctx.options = settings, (problem.near, problem.matching, problem.scope, form)
+        settings = binding.settings_of(problem)
+        keep_query, keep_key, _, _, far, block_size, is_causal, matching, _, _, form, *centers = settings
+        output, *kept = binding.forward(query, key, value, *settings)
+        kept[:2] = (x if given is None else given for x, given in zip(kept, (alpha, beta), strict=False))
+        ctx.settings = far, block_size, is_causal
+        ctx.options = problem.near, matching, problem.scope, form
         ctx.save_for_backward(query, key, value, keep_query, keep_key, *kept, key_weight, *centers)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() or is_transformed(grad):
-            return (*_plain_gradients(ctx, grad), None, None)
+            return (*_plain_gradients(ctx, grad), None)
         *tensors, key_weight, center_query, center_key = ctx.saved_tensors
         of_scales, of_weight = ctx.needs_input_grad[3:5], ctx.needs_input_grad[5]
         near, _, _, form = ctx.options
@@ -93,7 +71,7 @@ class _Attention(torch.autograd.Function):
             x.sum_to_size(scale.shape) if needed else None
             for x, scale, needed in zip(grads[3:], tensors[5:7], of_scales, strict=True)
         )
-        return (*grads[:3], grad_alpha, grad_beta, grad_weight if of_weight else None, None, None)
+        return (*grads[:3], grad_alpha, grad_beta, grad_weight if of_weight else None, None)
 
 
 def _plain_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -115,121 +93,34 @@ def _plain_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:6])
 
 
-@torch.library.custom_op("lln::fused_forward", mutates_args=(), device_types="cpu")
-def forward_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep_query: Tensor | None,
-    keep_key: Tensor | None,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    with_lln: bool,
-    block_size: int,
-    is_causal: bool,
-    matching: str,
-    is_window: bool = False,
-    key_weight: Tensor | None = None,
-    form: str = "paper",
-    center_query: Tensor | None = None,
-    center_key: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    settings = (with_lln, block_size, is_causal, cast(Matching, matching), is_window, key_weight)
-    centers = (cast(Form, form), center_query, center_key)
-    results = binding.forward(query, key, value, keep_query, keep_key, alpha, beta, *settings, *centers)
-    return _results_of_op(*cast(binding.Results, results), alpha, beta)
+forward_op = torch.library.custom_op("lln::fused_forward", binding.forward, mutates_args=(), device_types="cpu")
+backward_op = torch.library.custom_op("lln::fused_backward", binding.backward, mutates_args=(), device_types="cpu")
+
+
+def _arguments_of(function: Callable[..., Any], names: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """The arguments of a call of `function` that are named as those of another function are."""
+    signature, wanted = inspect.signature(function), inspect.signature(names).parameters
+
+    def read(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return {name: x for name, x in bound.arguments.items() if name in wanted}
+
+    return read
+
+
+_results_arguments = _arguments_of(binding.forward, allocation.allocate_results)
+_gradients_arguments = _arguments_of(binding.backward, allocation.allocate_gradients)
 
 
 @forward_op.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep_query: Tensor | None,
-    keep_key: Tensor | None,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    with_lln: bool,
-    block_size: int,
-    is_causal: bool,
-    matching: str,
-    is_window: bool = False,
-    key_weight: Tensor | None = None,
-    form: str = "paper",
-    center_query: Tensor | None = None,
-    center_key: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    by_means = form == "decomposed" and center_query is None
-    return _results_of_op(*binding.make_room(query, value, alpha, beta, with_lln, is_causal, by_means), alpha, beta)
-
-
-def _results_of_op(
-    output: Tensor,
-    used_alpha: Tensor,
-    used_beta: Tensor,
-    mass: Tensor,
-    values: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-) -> binding.Results:
-    """The results of `binding.forward` with copies of the given alpha and beta: an op must not return its arguments."""
-    used_alpha = used_alpha.clone() if used_alpha is alpha else used_alpha
-    used_beta = used_beta.clone() if used_beta is beta else used_beta
-    return output, used_alpha, used_beta, mass, values
-
-
-@torch.library.custom_op("lln::fused_backward", mutates_args=(), device_types="cpu")
-def backward_op(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep_query: Tensor | None,
-    keep_key: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    mass: Tensor,
-    values: Tensor,
-    with_lln: bool,
-    block_size: int,
-    is_causal: bool,
-    grad_scales: bool,
-    is_window: bool = False,
-    key_weight: Tensor | None = None,
-    grad_weight: bool = False,
-    form: str = "paper",
-    center_query: Tensor | None = None,
-    center_key: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors = (grad, query, key, value, keep_query, keep_key, alpha, beta, mass, values)
-    settings = (with_lln, block_size, is_causal, grad_scales, is_window, key_weight, grad_weight)
-    return binding.backward(*tensors, *settings, cast(Form, form), center_query, center_key)
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return allocation.allocate_results(**_results_arguments(*args, **kwargs))
 
 
 @backward_op.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep_query: Tensor | None,
-    keep_key: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    mass: Tensor,
-    values: Tensor,
-    with_lln: bool,
-    block_size: int,
-    is_causal: bool,
-    grad_scales: bool,
-    is_window: bool = False,
-    key_weight: Tensor | None = None,
-    grad_weight: bool = False,
-    form: str = "paper",
-    center_query: Tensor | None = None,
-    center_key: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return binding.make_gradients(query, key, value, keep_key, grad_scales, grad_weight)
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return allocation.allocate_gradients(**_gradients_arguments(*args, **kwargs))
 
 
 def _keep_for_backward(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,6 +1,6 @@
-"""The fused CPU code as functions of tensors: called directly, and registered as torch.library custom ops.
+"""The fused CPU code as functions of tensors: `forward` and `backward`, which are also registered as torch.library
+custom ops, `prepare` for outputs alone, and `advance` and `prepare_step` for states.
 
-`forward` and `backward` take the sequence apart exactly as `plain` does; `curve_of` hands over the matching curve.
 Shapes: B batch, H heads, N queries, M keys, D features, V value width.
 """
 
@@ -8,17 +8,20 @@ import functools
 import math
 import os
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from lln.backends.cpu import layout
+from lln.backends.cpu.allocation import allocate_gradients, allocate_results, as_rows, empty_rows
 from lln.backends.cpu.build import load
 from lln.checks import check_choice
 from lln.matching import curves
 from lln.matching.curves import MATCHINGS, Form, Matching
+from lln.problem import Problem
 from lln.recurrence import Advance, Memory, Recurrence
 
 TYPES = {torch.float32: layout.FLOAT32, torch.bfloat16: layout.BFLOAT16, torch.float16: layout.FLOAT16}
@@ -27,8 +30,7 @@ NO_TENSOR = (0, 0, 0, 0)
 NO_CURVE = (0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 NO_GRADIENTS = NO_TENSOR * 4 + (0, 0)
 FORMS = {"paper": layout.PAPER, "unbiased": layout.UNBIASED, "decomposed": layout.DECOMPOSED}
-NO_CENTERS = (0, *NO_TENSOR, *NO_TENSOR)
-PAPER_FORM = (layout.PAPER, *NO_CENTERS)
+NO_MEMORY = "no memory for the scratch space of attention"
 # The dtypes of a state's memory, by whether it has no recent tokens and by the dtype of its tokens.
 SUMS = (torch.float32, torch.float32, torch.int64, torch.float64, torch.float64)
 MEMORY_DTYPES = {
@@ -37,7 +39,7 @@ MEMORY_DTYPES = {
     for is_far in (True, False)
 }
 
-Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # output, alpha, beta, mass, values
+Prepared = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _forked = False
 
@@ -58,8 +60,9 @@ class Curve(NamedTuple):
 
 
 @functools.cache
-def curve_of(head_dim: int, matching: Matching, form: Form = "paper") -> Curve:
-    check_choice("matching", matching, MATCHINGS)
+def curve_of(head_dim: int, given: str, form_given: str = "paper") -> Curve:
+    check_choice("matching", given, MATCHINGS)
+    matching, form = cast(Matching, given), cast(Form, form_given)
     table = curves.TABLE
     start, ratio = table["score_variance"]["start"], table["score_variance"]["ratio"]
     counts = table["num_keys"]
@@ -68,6 +71,27 @@ def curve_of(head_dim: int, matching: Matching, form: Form = "paper") -> Curve:
     logs = (math.log(start), math.log(ratio), math.log(counts[0]), math.log(counts[1] / counts[0]))
     line = curves.linear_constants(head_dim, form=form)
     return Curve(memory, (memory.data_ptr(), len(rows), len(rows[0]) if rows else 0, *logs, *line))
+
+
+def settings_of(problem: Problem) -> tuple[Any, ...]:
+    """The arguments of `forward` after query, key and value."""
+    far = problem.far
+    center_query, center_key = problem.centers if far and problem.centers else (None, None)
+    return (
+        problem.queries.keep,
+        problem.keys.keep,
+        problem.alpha,
+        problem.beta,
+        far,
+        problem.block_size,
+        problem.is_causal,
+        problem.matching,
+        problem.near == "window",
+        problem.key_weight if far else None,
+        problem.form if far else "paper",
+        center_query,
+        center_key,
+    )
 
 
 def forward(
@@ -81,50 +105,65 @@ def forward(
     with_lln: bool,
     block_size: int,
     is_causal: bool,
-    matching: Matching,
+    matching: str,
     is_window: bool = False,
     key_weight: Tensor | None = None,
-    form: Form = "paper",
+    form: str = "paper",
     center_query: Tensor | None = None,
     center_key: Tensor | None = None,
-    for_backward: bool = True,
-) -> Results | tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, alpha, beta, and what the backward pass needs of all keys: `mass` and `values` of job.h.
-
-    Without `for_backward` there is only the output, and of the others what was given.
 
     `block_size` 0 is LLN attention; otherwise the mean of LLN and the attention inside blocks, or in windows of that
     size, or the latter alone. Without centres (1 or B, heads, D) those of the decomposed form are means of the sample.
     """
     by_means = form == "decomposed" and center_query is None
-    results: Any = (
-        make_room(query, value, alpha, beta, with_lln, is_causal, by_means)
-        if for_backward
-        else (_new_rows(query, value.shape[3]), alpha, beta, None, None)
-    )
+    results = allocate_results(query, value, alpha, beta, with_lln, is_causal, form, center_query)
     output, used_alpha, used_beta, mass, values = results
-    centers = _centers(mass, query, key, center_query, center_key) if form == "decomposed" else ()
+    centers = _centers(form, mass, query, key, center_query, center_key)
     _run(
         load().lln_forward,
-        _rows(query),
-        _rows(key),
-        _rows(value),
-        output,
-        keep_query,
-        keep_key,
-        used_alpha,
-        used_beta,
-        mass,
-        values,
+        *(as_rows(query), as_rows(key), as_rows(value), output, _dense(keep_query), _dense(keep_key)),
+        *(used_alpha, used_beta, mass, values),
         (is_causal, block_size, with_lln, alpha is None and with_lln, beta is None and with_lln),
         curve_of(query.shape[3], matching, form).fields,
         NO_GRADIENTS,
         is_window,
         key_weight,
         0,
-        PAPER_FORM if form == "paper" else _form_layout(form, by_means, centers),
+        _form_layout(form, by_means, centers),
     )
-    return results  # type: ignore[no-any-return]
+    return results
+
+
+def prepare(problem: Problem) -> Prepared:
+    """The output alone, as a function of query, key and value that lie in memory as those of the problem do."""
+    query, key, value = problem.query, problem.key, problem.value
+    keep_query, keep_key, alpha, beta, far, block_size, is_causal, matching, is_window, *rest = settings_of(problem)
+    key_weight, form, center_query, center_key = rest
+    keep_query, keep_key = _dense(keep_query), _dense(keep_key)
+    centers = () if center_query is None else _centers(form, None, query, key, center_query, center_key)
+    job = _pack(
+        *(query, key, value, empty_rows(query, value.shape[3]), keep_query, keep_key, alpha, beta, None, None),
+        (is_causal, block_size, far, alpha is None and far, beta is None and far),
+        curve_of(query.shape[3], matching, form).fields,
+        NO_GRADIENTS,
+        is_window,
+        key_weight,
+        0,
+        _form_layout(form, center_query is None, centers),
+    )
+    function, width = load().lln_forward_like, value.shape[3]
+    read = (keep_query, keep_key, alpha, beta, key_weight, centers)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, _read: Any = read) -> Tensor:
+        output = empty_rows(query, width)
+        threads = 1 if _forked else torch.get_num_threads()
+        if function(job, query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), threads) != 0:
+            raise MemoryError(NO_MEMORY)
+        return output
+
+    return run
 
 
 def backward(
@@ -145,29 +184,21 @@ def backward(
     is_window: bool = False,
     key_weight: Tensor | None = None,
     grad_weight: bool = False,
-    form: Form = "paper",
+    form: str = "paper",
     center_query: Tensor | None = None,
     center_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, with `grad_scales` those of alpha and beta, (B, H, tokens), and with
     `grad_weight` that of `key_weight`, (B, H, M)."""
-    gradients = make_gradients(query, key, value, keep_key, grad_scales, grad_weight)
+    gradients = allocate_gradients(query, key, value, keep_key, grad_scales, grad_weight)
     grad_query, grad_key, grad_value, grad_alpha, grad_beta, of_weight = gradients
-    grad = _rows(grad)
+    grad = as_rows(grad)
     by_means = form == "decomposed" and center_query is None
-    centers = _centers(mass, query, key, center_query, center_key) if form == "decomposed" else ()
+    centers = _centers(form, mass, query, key, center_query, center_key)
     _run(
         load().lln_backward,
-        _rows(query),
-        _rows(key),
-        _rows(value),
-        grad,
-        keep_query,
-        keep_key,
-        alpha,
-        beta,
-        mass,
-        values,
+        *(as_rows(query), as_rows(key), as_rows(value), grad, _dense(keep_query), _dense(keep_key)),
+        *(alpha, beta, mass, values),
         (is_causal, block_size, with_lln, False, False),
         NO_CURVE,
         (
@@ -177,7 +208,7 @@ def backward(
         is_window,
         key_weight,
         of_weight.data_ptr() if grad_weight else 0,
-        PAPER_FORM if form == "paper" else _form_layout(form, by_means, centers),
+        _form_layout(form, by_means, centers),
     )
     return gradients
 
@@ -189,122 +220,99 @@ def dtypes_of(memory: Memory) -> tuple[torch.dtype | None, ...]:
 
 def advance(recurrence: Recurrence) -> Advance:
     """The next tokens of a state in one call; its memory is overwritten, or the new one is in tensors of its own."""
-    query, key, value = _rows(recurrence.query), _rows(recurrence.key), _rows(recurrence.value)
-    keep, memory, alpha, beta = recurrence.keep, recurrence.memory, recurrence.alpha, recurrence.beta
-    (batch, heads, tokens, width), (_, key_heads, _, value_width) = query.shape, value.shape
-    near_query = query if recurrence.near_query is None else _rows(recurrence.near_query)
-    near_key = key if recurrence.near_key is None else _rows(recurrence.near_key)
-    output_type = torch.float32 if recurrence.apart else value.dtype
-    output = torch.empty((batch, heads, tokens, value_width), dtype=output_type)
-    block_size = 0 if memory.recent_key is None else memory.recent_key.shape[2]
-    near = torch.empty_like(output) if recurrence.apart and block_size else None
+    memory, value = recurrence.memory, recurrence.value
+    recurrence = recurrence._replace(
+        query=as_rows(recurrence.query),
+        key=as_rows(recurrence.key),
+        value=as_rows(value),
+        keep=_dense(recurrence.keep),
+        near_query=None if recurrence.near_query is None else as_rows(recurrence.near_query),
+        near_key=None if recurrence.near_key is None else as_rows(recurrence.near_key),
+    )
+    shape = (*recurrence.query.shape[:3], value.shape[3])
+    output = value.new_empty(shape, dtype=torch.float32 if recurrence.apart else value.dtype)
+    near = torch.empty_like(output) if recurrence.apart and memory.recent_key is not None else None
     after = memory
     if not recurrence.in_place:
         copies: list[Any] = [None if x is None else torch.empty_like(x) for x in memory]
         after = Memory(*copies)
-    if keep is not None:
-        keep = keep.contiguous()
-    pointers = _pointers(memory)
-    q, k, v = query.stride(), key.stride(), value.stride()
-    output_strides = (heads * tokens * value_width, tokens * value_width, value_width)
-    job = ADVANCE.pack(
+    if load().lln_advance(_pack_advance(recurrence, output, near, after)) != 0:
+        raise MemoryError(NO_MEMORY)
+    if recurrence.in_place:
+        note_change(memory)
+    return Advance(output, near, after)
+
+
+def prepare_step(recurrence: Recurrence) -> Prepared:
+    """The output of the next token alone and in place, as a function of query, key and value that lie in memory as
+    those of the recurrence do."""
+    memory, value = recurrence.memory, recurrence.value
+    shape = (*recurrence.query.shape[:3], value.shape[3])
+    job = _pack_advance(recurrence, value.new_empty(shape), None, memory)
+    function, changed = load().lln_step_like, [x for x in memory if x is not None]
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = value.new_empty(shape)
+        threads = 1 if _forked else torch.get_num_threads()
+        if function(job, query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), threads) != 0:
+            raise MemoryError(NO_MEMORY)
+        if not changed[0].is_inference():
+            increment_version(changed)
+        return output
+
+    return run
+
+
+def _pack_advance(recurrence: Recurrence, output: Tensor, near: Tensor | None, after: Memory) -> bytes:
+    """An Advance of job.h."""
+    query, key, value, keep, memory, alpha, beta = recurrence[:7]
+    (batch, heads, tokens, width), (_, key_heads, _, value_width) = query.shape, value.shape
+    near_query = query if recurrence.near_query is None else recurrence.near_query
+    near_key = key if recurrence.near_key is None else recurrence.near_key
+    q, k, v, o = query.stride(), key.stride(), value.stride(), output.stride()[:3]
+    return ADVANCE.pack(
         *(batch, heads, key_heads, tokens, tokens, width, value_width, TYPES[value.dtype]),
-        *(1 if _forked else torch.get_num_threads(), True, block_size),
+        *(
+            1 if _forked else torch.get_num_threads(),
+            True,
+            0 if memory.recent_key is None else memory.recent_key.shape[2],
+        ),
         *(True, alpha is None, beta is None),
         *(query.data_ptr(), q[0], q[1], q[2], key.data_ptr(), k[0], k[1], k[2]),
-        *(value.data_ptr(), v[0], v[1], v[2], output.data_ptr(), *output_strides),
+        *(value.data_ptr(), v[0], v[1], v[2], output.data_ptr(), *o),
         *(0, 0 if keep is None else keep.data_ptr()),
         *(NO_TENSOR if alpha is None else (alpha.data_ptr(), heads, 1, 0)),
         *(NO_TENSOR if beta is None else (beta.data_ptr(), heads, 1, 0)),
         *(0, 0),
         *curve_of(width, recurrence.matching, recurrence.form).fields,
         *NO_GRADIENTS,
-        *(recurrence.near == "window", *_scale_layout(recurrence.key_weight), 0, FORMS[recurrence.form], *NO_CENTERS),
-        *(NO_TENSOR if near is None else (near.data_ptr(), *output_strides)),
+        *(recurrence.near == "window", *_scale_layout(recurrence.key_weight), 0),
+        *_form_layout(recurrence.form, False, recurrence.centers or ()),
+        *(NO_TENSOR if near is None else (near.data_ptr(), *o)),
         *(*_layout(near_query), *_layout(near_key), near_query.shape[3]),
-        *(TYPES[query.dtype], TYPES[output_type]),
-        *pointers,
-        *(pointers if recurrence.in_place else _pointers(after)),
+        *(TYPES[query.dtype], TYPES[output.dtype]),
+        *_pointers(memory),
+        *_pointers(after),
     )
-    if load().lln_advance(job) != 0:
-        raise MemoryError("no memory for the scratch space of attention")
-    if recurrence.in_place:
-        _note_change(memory)
-    return Advance(output, near, after)
 
 
 def _pointers(memory: Memory) -> tuple[int, ...]:
     return tuple([0 if x is None else x.data_ptr() for x in memory])
 
 
-def _note_change(memory: Memory) -> None:
+def note_change(memory: Memory) -> None:
     """Let autograd know that tensors were overwritten, so that it refuses to use what it saved of them."""
     if not memory.mass.is_inference():
         increment_version([x for x in memory if x is not None])
 
 
-def make_room(
-    query: Tensor,
-    value: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    with_lln: bool,
-    is_causal: bool,
-    sample_centers: bool = False,
-) -> Results:
-    """Empty tensors for what `forward` returns; the given alpha and beta as they are.
-
-    The output has tokens and heads in memory as the query has them: no copy for whoever joins heads.
-    """
-    batch, heads, tokens, width = query.shape
-    value_width = value.shape[3]
-    matched = (batch, heads, tokens if is_causal else 1) if with_lln else (0,)
-    kept = width if with_lln and not is_causal else 0
-    return (
-        _new_rows(query, value_width),
-        _new_floats(query, matched) if alpha is None else alpha,
-        _new_floats(query, matched) if beta is None else beta,
-        _new_floats(query, (batch, heads, 4 if sample_centers else 2, kept)),
-        _new_floats(query, (batch, heads, kept, value_width)),
-    )
+def _run(function: Any, *arguments: Any) -> None:
+    """Call the C code; what is passed to `_pack` lives until it returns."""
+    if function(_pack(*arguments)) != 0:
+        raise MemoryError(NO_MEMORY)
 
 
-def make_gradients(
-    query: Tensor, key: Tensor, value: Tensor, keep_key: Tensor | None, grad_scales: bool, grad_weight: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tensors for what `backward` returns: zeros where padding gets no gradient, else empty."""
-    grads = [_new_rows(x, x.shape[3]) for x in (query, key, value)]
-    if keep_key is not None:
-        for grad in grads:
-            grad.zero_()
-    batch, heads, tokens, _ = query.shape
-    wanted = ((tokens, grad_scales), (key.shape[2], grad_scales), (key.shape[2], grad_weight))
-    shapes = ((batch, heads, n) if is_wanted else (0,) for n, is_wanted in wanted)
-    others = [query.new_zeros(shape, dtype=torch.float32) for shape in shapes]
-    return grads[0], grads[1], grads[2], others[0], others[1], others[2]
-
-
-def _new_floats(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)
-
-
-def _new_rows(like: Tensor, width: int) -> Tensor:
-    """An empty (B, heads, tokens, width) tensor as the C code writes it, whatever the strides of `like`.
-
-    Rows of features are contiguous and do not overlap; samples, heads and tokens follow each other as they do in
-    `like`, so that whoever splits or joins heads, or packed sequences, needs no copy.
-    """
-    batch, heads, tokens, _ = like.shape
-    sample, head, token, _ = like.stride()
-    if head < token:
-        return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
-    if sample < head:
-        return like.new_empty((heads, batch, tokens, width)).transpose(0, 1)
-    return like.new_empty((batch, heads, tokens, width))
-
-
-def _run(
-    function: Any,
+def _pack(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -322,14 +330,11 @@ def _run(
     key_weight: Tensor | None,
     grad_weight: int,
     form: tuple[int, ...],
-) -> None:
+) -> bytes:
+    """A Job of job.h."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
-    if keep_query is not None:
-        keep_query = keep_query.contiguous()
-    if keep_key is not None:
-        keep_key = keep_key.contiguous()
     q, k, v, o = query.stride(), key.stride(), value.stride(), output.stride()
-    job = JOB.pack(
+    return JOB.pack(
         *(batch, heads, key_heads, queries, keys, width, value_width),
         *(TYPES[query.dtype], 1 if _forked else torch.get_num_threads(), *options),
         *(query.data_ptr(), q[0], q[1], q[2], key.data_ptr(), k[0], k[1], k[2]),
@@ -345,8 +350,6 @@ def _run(
         grad_weight,
         *form,
     )
-    if function(job) != 0:
-        raise MemoryError("no memory for the scratch space of attention")
 
 
 def _layout(x: Tensor) -> tuple[int, int, int, int]:
@@ -367,21 +370,27 @@ def _scale_layout(scale: Tensor | None) -> tuple[int, int, int, int]:
 
 
 def _centers(
-    mass: Tensor | None, query: Tensor, key: Tensor, center_query: Tensor | None, center_key: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The centres (1 or B, heads, D) as floats: those given, or the place for means of the sample in `mass`."""
-    if center_query is None or center_key is None:
-        if mass is None:
-            mass = _new_floats(query, (*query.shape[:2], 4, query.shape[3]))
-        return mass[:, :, 2], mass[:, :: query.shape[1] // key.shape[1], 3]
-    return center_query.float().contiguous(), center_key.float().contiguous()
+    form: str,
+    mass: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    center_query: Tensor | None,
+    center_key: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The centres (1 or B, heads, D) of the decomposed form as floats: given ones, or the place for means in `mass`."""
+    if form != "decomposed":
+        return ()
+    if center_query is not None and center_key is not None:
+        return center_query.float().contiguous(), center_key.float().contiguous()
+    assert mass is not None
+    return mass[:, :, 2], mass[:, :: query.shape[1] // key.shape[1], 3]
 
 
-def _form_layout(form: Form, by_means: bool, centers: tuple[Tensor, ...]) -> tuple[int, ...]:
+def _form_layout(form: str, by_means: bool, centers: tuple[Tensor, ...]) -> tuple[int, ...]:
     if not centers:
-        return (FORMS[form], *NO_CENTERS)
+        return (FORMS[form], by_means and form == "decomposed", *NO_TENSOR, *NO_TENSOR)
     return (FORMS[form], by_means, *(field for x in centers for field in _scale_layout(x)))
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+def _dense(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous()

@@ -61,8 +61,15 @@ def open_library(path: Path) -> ctypes.CDLL:
         raise BuildError(f"the built library does not load: {error}") from error
     if (problem := layout.difference(library)) is not None:
         raise BuildError(f"the library and layout.py do not fit together: {problem}")
-    for name in ("lln_forward", "lln_backward", "lln_advance"):
-        getattr(library, name).argtypes = [ctypes.c_char_p]
+    tensors = [ctypes.c_void_p] * 4
+    for name, further in (
+        ("lln_forward", []),
+        ("lln_backward", []),
+        ("lln_advance", []),
+        ("lln_forward_like", [*tensors, ctypes.c_int64]),
+        ("lln_step_like", [*tensors, ctypes.c_int64]),
+    ):
+        getattr(library, name).argtypes = [ctypes.c_char_p, *further]
         getattr(library, name).restype = ctypes.c_int64
     _share_threads(library)
     return library

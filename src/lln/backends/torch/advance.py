@@ -20,6 +20,8 @@ from lln.recurrence import Advance, Memory, Recurrence
 
 def advance(recurrence: Recurrence) -> Advance:
     """The outputs of the next tokens, and the memory after them; nothing is overwritten."""
+    if recurrence.centers is not None:
+        recurrence = _centered(recurrence, *recurrence.centers)
     far, summary, sums = _far(recurrence)
     near: Tensor | None = None
     recent: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -30,6 +32,25 @@ def advance(recurrence: Recurrence) -> Advance:
     if recurrence.apart:
         return Advance(far, near, after)
     return Advance((far if near is None else (far + near) / 2).to(recurrence.value.dtype), None, after)
+
+
+def _centered(recurrence: Recurrence, center_query: Tensor, center_key: Tensor) -> Recurrence:
+    """The decomposed form as the unbiased one of dq and dk, with weights m_q . dk / sqrt(D): see `lln.forms`.
+
+    m_q . k is larger by the same number for all keys of a head, which softmax cancels.
+    """
+    near_query, near_key = recurrence.near_query, recurrence.near_key
+    if recurrence.memory.recent_key is not None and near_query is None:
+        near_query, near_key = recurrence.query, recurrence.key
+    dtype = recurrence.memory.mass.dtype
+    query = recurrence.query.to(dtype) - center_query[:, :, None]
+    key = recurrence.key.to(dtype) - center_key[:, :, None]
+    by_group = torch.unflatten(center_query, 1, (key.shape[1], -1))  # the query heads of each key head
+    weight = (key @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
+    if recurrence.key_weight is not None:
+        weight = weight + recurrence.key_weight
+    changes = {"near_query": near_query, "near_key": near_key, "key_weight": weight}
+    return recurrence._replace(query=query, key=key, form="unbiased", centers=None, **changes)
 
 
 def newest(

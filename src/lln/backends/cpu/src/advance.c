@@ -163,6 +163,10 @@ static void advance_head(const Plan *plan, long b, long h, Scratch scratch) {
     tile.batch = tile.heads = tile.key_heads = 1;
     tile.type = FLOAT32;
     tile.block_size = 0;
+    if (job->form == DECOMPOSED) {
+        tile.center_query.data = head_of(&job->center_query, FLOAT32, b, h);
+        tile.center_key.data = head_of(&job->center_key, FLOAT32, b, group);
+    }
     tile.alpha = job->match_alpha ? (Scale){alpha, 0, 0, 1}
                                   : (Scale){job->alpha.data + b * job->alpha.batch + h * job->alpha.head, 0, 0, 0};
     tile.beta = job->match_beta ? (Scale){beta, 0, 0, 1}

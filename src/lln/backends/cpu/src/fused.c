@@ -56,20 +56,26 @@ static int is_small(const Job *job) {
     return tokens * (job->width + job->value_width) * seen < JOB_FOR_THREADS;
 }
 
-static int64_t execute(const Job *given, int is_backward) {
-    Job copy = *given;
+static int64_t execute(Job copy, int is_backward) {
     const Job *job = &copy;
-    if (is_small(given)) copy.threads = 1;
+    if (is_small(job)) copy.threads = 1;
     Plan plan = {.job = job};
     long heads = job->batch * job->heads, scales = job->is_causal ? job->queries : 1;
-    /* behind the counts: alpha and beta that the caller does not want */
-    int64_t *counts = malloc(2 * at_least(job->batch, 1) * sizeof(int64_t) + 2 * heads * scales * sizeof(float));
+    long centers = job->sample_centers && !job->center_query.data ? job->width : 0;
+    /* behind the counts: alpha, beta and centres that the caller does not want */
+    int64_t *counts =
+        malloc(2 * at_least(job->batch, 1) * sizeof(int64_t) + 2 * heads * (scales + centers) * sizeof(float));
     if (!counts) return 1;
     float *unwanted = (float *)(counts + 2 * job->batch);
     Scale own = {unwanted, job->heads * scales, scales, job->is_causal ? 1 : 0};
     if (job->match_alpha && !job->alpha.data) copy.alpha = own;
     own.data += heads * scales;
     if (job->match_beta && !job->beta.data) copy.beta = own;
+    if (centers) {
+        float *at = unwanted + 2 * heads * scales;
+        copy.center_query = (Tensor){at, job->heads * centers, centers, 0};
+        copy.center_key = (Tensor){at + heads * centers, job->key_heads * centers, centers, 0};
+    }
     plan.query_count = counts;
     plan.key_count = counts + job->batch;
     plan.key_order = read_order(job->keep_key, job->batch, job->keys, plan.key_count, &plan.failed);
@@ -103,9 +109,20 @@ static int64_t execute(const Job *given, int is_backward) {
 }
 
 /* All give 0, or 1 if there was no memory. */
-EXPORT int64_t lln_forward(const Job *job) { return execute(job, 0); }
+EXPORT int64_t lln_forward(const Job *job) { return execute(*job, 0); }
 
-EXPORT int64_t lln_backward(const Job *job) { return execute(job, 1); }
+EXPORT int64_t lln_backward(const Job *job) { return execute(*job, 1); }
+
+/* A job like another one, with tensors of its own. */
+EXPORT int64_t lln_forward_like(const Job *like, void *query, void *key, void *value, void *output, int64_t threads) {
+    Job job = *like;
+    job.query.data = query;
+    job.key.data = key;
+    job.value.data = value;
+    job.output.data = output;
+    job.threads = threads;
+    return execute(job, 0);
+}
 
 /* The same for the next tokens of a state. */
 EXPORT int64_t lln_advance(const Advance *advance) {
@@ -128,6 +145,17 @@ EXPORT int64_t lln_advance(const Advance *advance) {
     free(plan.key_order);
     free(counts);
     return plan.failed;
+}
+
+/* A step like another one of the same state, in place, with tokens of its own. */
+EXPORT int64_t lln_step_like(const Advance *like, void *query, void *key, void *value, void *output, int64_t threads) {
+    Advance step = *like;
+    step.job.query.data = step.near_query.data = query;
+    step.job.key.data = step.near_key.data = key;
+    step.job.value.data = value;
+    step.job.output.data = output;
+    step.job.threads = threads;
+    return lln_advance(&step);
 }
 
 /* What `binding.py` knows of this code as well; it compares the two when it loads the library. */

@@ -49,9 +49,10 @@ typedef struct {
     Scale key_weight;   /* log-weights of the keys, added to all features of beta k; NULL: none. Paper's form: not with
                            match_* */
     float *grad_weight; /* (B, H, keys) contiguous, or NULL; backward only */
-    int64_t form;       /* of a state: not DECOMPOSED, which is UNBIASED on centred tokens with `key_weight` */
+    int64_t form;
     int64_t sample_centers; /* centres are means of the sample: written forward, differentiated backward; not causal */
-    Tensor center_query, center_key; /* (B, H, D) and (B, key heads, D) floats of the decomposed form */
+    Tensor center_query, center_key; /* (B, H, D) and (B, key heads, D) floats of the decomposed form; NULL with
+                                        `sample_centers`: nobody wants them */
 } Job;
 
 /* What a state keeps of its tokens (`lln.LLNState`); all tensors are contiguous. */

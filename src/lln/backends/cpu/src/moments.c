@@ -61,8 +61,8 @@ void measure(const Job *job, const char *head, long stride, const int32_t *order
              Moments m, Scratch scratch) {
     long width = job->width, vector = padded(width), row = row_of(width);
     float *tile = take(&scratch, (TILE + 1) * row), *spare = take(&scratch, TILE * row);
-    int varies = end - first > 1; /* the covariance of one token is zero */
-    memset(m.count, 0, (varies ? 16 + 3 * vector : moments_floats(width)) * sizeof(float));
+    int varies = end - first > 1;
+    memset(m.count, 0, (16 + 3 * vector) * sizeof(float));
     for (long i = 0; i < vector; i++) m.maximum[i] = ABSENT;
     for (long start = first; start < end; start += TILE) {
         long count = at_most(TILE, end - start);
@@ -78,10 +78,17 @@ void measure(const Job *job, const char *head, long stride, const int32_t *order
     }
 }
 
+/* That of fewer than two tokens, which is zero. */
+static void clear_covariance(long width, Moments m) {
+    memset(m.covariance, 0, padded(width) * row_of(width) * sizeof(float));
+}
+
 void merge_moments(long width, Moments m, Moments other) {
     long vector = padded(width), row = row_of(width);
     float before = *m.count, after = before + *other.count;
     if (*other.count == 0) return;
+    if (before < 2) clear_covariance(width, m);
+    if (*other.count < 2) clear_covariance(width, other);
     float share = *other.count / after, weight = before * share;
     for (long i = 0; i < width; i++) {
         float *to = m.covariance + i * row, *from = other.covariance + i * row;
@@ -132,11 +139,11 @@ float divided(double share, double sigma) { return sigma <= SMALLEST_SIGMA ? 0.f
 
 /* Variance of the entries within features and between their means, and the root mean square of all. */
 static void entry_moments(long width, Moments m, double *sigma, double *unit) {
-    long row = row_of(width);
+    long row = row_of(width), varies = *m.count > 1;
     double count = *m.count > 0 ? *m.count : 1, within = 0, sum = 0, squares = 0, raw = 0;
     for (long i = 0; i < width; i++) {
         double apart = (double)m.mean[i] - m.mean[0];
-        within += m.covariance[i * row + i];
+        if (varies) within += m.covariance[i * row + i];
         sum += apart;
         squares += apart * apart;
         raw += (double)m.mean[i] * m.mean[i];
@@ -159,6 +166,7 @@ void match(const Job *job, Moments q, Moments k, float *alpha, float *beta) {
     double sigma_q, sigma_k, unit_q, unit_k;
     entry_moments(width, q, &sigma_q, &unit_q);
     entry_moments(width, k, &sigma_k, &unit_k);
+    if (*q.count < 2 && *k.count > 1) clear_covariance(width, q);
     float nan_marker = 0;
     for (long i = 0; i < vector; i++) nan_marker += q.nan_marker[i] + k.nan_marker[i];
     float inverse_q = (float)(1 / unit_q), inverse_k = (float)(1 / unit_k);

@@ -11,7 +11,7 @@
 /* Statistics of some tokens of a head. All arrays are (padded width), the covariance has rows of `row_of(width)`. */
 typedef struct {
     float *count;                /* one float, the number of tokens; the rest follows it in memory */
-    float *mean, *covariance;    /* covariance: sums over tokens, the upper triangle */
+    float *mean, *covariance;    /* covariance: sums over tokens, the upper triangle; not written for fewer than two */
     float *maximum, *nan_marker; /* the largest entry of each feature, unbounded; 0, or NaN if one was not finite */
 } Moments;
 

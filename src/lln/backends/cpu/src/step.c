@@ -120,6 +120,20 @@ static void step_near(const Advance *a, long b, long group, const float *query, 
     }
 }
 
+/* dq and dk of the decomposed form in place of q and k; returns m_q . dk / sqrt(D). */
+static float center_token(const Job *job, long b, long h, float *query, float *key) {
+    const float *center_query = (const float *)head_of(&job->center_query, FLOAT32, b, h);
+    const float *center_key = (const float *)head_of(&job->center_key, FLOAT32, b, h / (job->heads / job->key_heads));
+    v8 dot = {0};
+    for (long i = 0; i < job->width; i += 8) {
+        v8 center = *(const v8 *)(center_query + i), apart = *(v8 *)(key + i) - *(const v8 *)(center_key + i);
+        dot += center * apart;
+        *(v8 *)(query + i) -= center;
+        *(v8 *)(key + i) = apart;
+    }
+    return (dot[0] + dot[4] + (dot[1] + dot[5]) + (dot[2] + dot[6] + (dot[3] + dot[7]))) / sqrtf(job->width);
+}
+
 /* One token of a head. */
 static void step_head(const Advance *a, long b, long h) {
     const Job *job = &a->job;
@@ -136,6 +150,7 @@ static void step_head(const Advance *a, long b, long h) {
         memset(v, 0, sizeof(v));
         if (odd) memset(q, 0, sizeof(q));
     }
+    float column = job->form == DECOMPOSED ? center_token(job, b, h, q, k) : 0.f;
     PrefixSums sums = read_sums(a, b, h);
     if (kept) {
         sums.count += 1;
@@ -150,7 +165,8 @@ static void step_head(const Advance *a, long b, long h) {
 
     memcpy(mass, a->before.mass + head * D, D * sizeof(float));
     for (long i = D; i < vector; i++) mass[i] = ABSENT;
-    if (kept) step_mass(job, k, beta, job->key_weight.data ? scale_of(&job->key_weight, b, h, 0) : 0.f, mass, share);
+    if (job->key_weight.data) column += scale_of(&job->key_weight, b, h, 0);
+    if (kept) step_mass(job, k, beta, column, mass, share);
     memcpy(a->after.mass + head * D, mass, D * sizeof(float));
     for (long i = 0; i < vector; i += LANES) store(weight + i, load(q + i) * alpha + load(mass + i));
     for (long i = D; i < vector; i++) weight[i] = 2.f * ABSENT;
