@@ -217,6 +217,53 @@ def forms(
         console.print(f"Written: {json}")
 
 
+@app.command("spine")
+def spine(
+    context: typer.Context,
+    parts: Annotated[str | None, typer.Option(help="What to compare, separated by commas; by default all.")] = None,
+    lengths: Lengths = None,
+    before: Annotated[Path | None, typer.Option(help="A checkout of an earlier commit, to compare calls with.")] = None,
+    model: Annotated[Path | None, typer.Option(help="The folder of a causal language model, for generate.")] = None,
+    seconds: Annotated[float, typer.Option(help="Measure each comparison about this long.")] = 4.0,
+    seed: Seed = 0,
+    json: Annotated[Path | None, typer.Option(help="Record the numbers here.")] = None,
+) -> None:
+    """Ratios: calls, forms, windows, packed sequences, states and generation, each against what it stands beside."""
+    from lln.bench.attention import kernel_in_use
+    from lln.bench.candidates import Setting
+    from lln.bench.record import Record
+    from lln.bench.spine import LENGTHS, PARTS, compare_spine, number_of_rows
+
+    names = PARTS if parts is None else tuple(parts.split(","))
+    numbers = _numbers("--lengths", lengths, LENGTHS)
+    command = _command(context)
+    for folder in (before, model):  # where they are on this machine tells others nothing
+        command = command if folder is None else command.replace(str(folder), folder.name)
+    setting = {"parts": names, "lengths": numbers, "seconds": seconds}
+    record = Record(json, command=command, setting=setting, seed=seed, kernel=kernel_in_use(Setting()), fresh=True)
+    total = number_of_rows(names, numbers, before=before is not None, model=model is not None)
+    folder = None if model is None else str(model)
+    rows = compare_spine(names, numbers, before=before, model=folder, seconds=seconds, seed=seed)
+    _measure(record, rows, total=total, label="spine")
+    header = ("part", "case", "tokens", "ms", "other, ms", "ratio", "goal")
+    _print_table("Ratios", header, [_spine_line(row) for row in record.rows])
+    if json is not None:
+        console.print(f"Written: {json}")
+
+
+def _spine_line(row: Row) -> Sequence[str | Text]:
+    times = (f"{row[name]:.3g}" for name in ("milliseconds", "other_milliseconds"))
+    if "goal" in row:
+        is_met, goal = row["ratio"] <= row["goal"], f"{row['goal']:.3g}"
+    else:
+        is_met, goal = (
+            row["least"] <= row["goal_milliseconds"],
+            f"{row['goal_milliseconds']} ms (least {row['least']:.3g})",
+        )
+    ratio = f"{row['ratio']:.3g}"
+    return row["part"], row["case"], f"{row['tokens']:,}", *times, ratio, Text(goal, "green" if is_met else "red")
+
+
 def _read_text(option: str, path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"--{option} must be a text file, there is none at {path}")
