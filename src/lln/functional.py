@@ -34,7 +34,7 @@ from lln.problem import (
     autocast_like_sdpa,
     with_signature,
 )
-from lln.repeats import Signature, plain_options, signature_of
+from lln.repeats import Signature, options_signature, signature_of
 
 Kind = Literal["lln", "lln_diag", "block_diagonal", "softmax"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -174,8 +174,8 @@ def match_moments(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, far: bool, near: Near | None, options: Any) -> Tensor:
     """LLN attention (`far`), attention among neighbours (`near`, unless the options say another), or their mean."""
-    plain = plain_options(options)
-    signature = None if plain is None else signature_of(query, key, value, far, near, plain)
+    given = options_signature(options)
+    signature = None if given is None else signature_of(query, key, value, far, near, given)
     prepared = CALLS.find(signature)
     if prepared is not None:
         return prepared(query, key, value)

@@ -41,9 +41,19 @@ def signature_of(query: Tensor, key: Tensor, value: Tensor, *others: Hashable) -
     )
 
 
-def plain_options(options: dict[str, Any]) -> Signature | None:
-    """Options with their types, since True equals 1; None if one of them is a tensor or has tensors."""
+def options_signature(options: dict[str, Any]) -> Signature | None:
+    """Options with their types, since True equals 1; None if one of them is a tensor.
+
+    Centres, whose values need no look, count by where they are: a prepared call keeps them alive and reads them there.
+    """
     if not options:
         return ()
+    centers = options.get("centers")
+    places: Signature = ()
+    if centers is not None:
+        options = {name: x for name, x in options.items() if name != "centers"}
+        if type(centers) is not tuple or not all(type(x) is Tensor and x.is_contiguous() for x in centers):
+            return None
+        places = tuple([(x.data_ptr(), x.shape, x.dtype, x.is_cpu, x.requires_grad) for x in centers])
     types = tuple(map(type, options.values()))
-    return (*options.items(), types) if all(x in PLAIN for x in types) else None
+    return (*options.items(), types, places) if all(x in PLAIN for x in types) else None

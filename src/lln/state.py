@@ -270,13 +270,12 @@ class LLNState:
         near_key: Tensor | None = None,
         key_weight: Tensor | None = None,
     ) -> Advance:
-        signature = None
+        signature, memory = None, self._memory()
         if in_place and not apart and key_padding_mask is near_query is near_key is key_weight is None:
-            addresses = [x.data_ptr() for x in self._memory() if x is not None]
-            signature = signature_of(query, key, value, *addresses)
+            signature = signature_of(query, key, value, *[0 if x is None else x.data_ptr() for x in memory])
             step = self._steps.find(signature)
             if step is not None:
-                return Advance(step(query, key, value), None, self._memory())
+                return Advance(step(query, key, value), None, memory)
         if autocast_is_on(query.device.type):
             options: StateOptions = {"key_padding_mask": key_padding_mask, "in_place": in_place}
             options |= {"near_query": near_query, "near_key": near_key, "key_weight": key_weight}
@@ -294,7 +293,7 @@ class LLNState:
         branches = (self.near, near_query, near_key, apart, in_place)
         return advance(
             Recurrence(
-                *(query, key, value, keep, self._memory(), self.alpha, self.beta, self.matching, self.form, key_weight),
+                *(query, key, value, keep, memory, self.alpha, self.beta, self.matching, self.form, key_weight),
                 *branches,
                 centers,
             ),

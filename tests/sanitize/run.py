@@ -62,7 +62,7 @@ def run(flavour: str, place: Path, settings: dict[str, str], only: list[str]) ->
     library = build.build(flavour)
     faults = place / f"faults-{flavour}.so"
     source = Path(build.__file__).parent / "src"
-    flags = [*build.FLAGS, *build.FLAVOURS[flavour][0], f"-I{source}"]
+    flags = [*build.FLAGS, *build.FLAVOURS[flavour][0], "-shared", f"-I{source}"]
     units = [FOLDER / "faults.c", source / "scratch.c"]
     subprocess.run([build._compiler(), *flags, "-o", str(faults), *map(str, units), "-lm"], check=True)
     command = [sys.executable, str(FOLDER / "cases.py"), flavour, str(library), str(faults), *only]

@@ -39,7 +39,7 @@ class Backend(ABC):
         return branch(problem).to(problem.query.dtype)
 
     def prepare(self, problem: Problem) -> Prepared | None:
-        """`attention` for query, key and value like those of a problem that has no other tensors.
+        """`attention` for query, key and value like those of a problem that has no other tensors but centres.
 
         They have the same shapes, strides and dtypes, require no gradients, and nothing records or transforms the
         operations on them. None: such calls are validated like others.

@@ -163,7 +163,9 @@ def attend(
 
 def lend_state(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook on attention modules: `module.lent_state` is the state in the cache that the module is called with."""
-    cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
+    cache = kwargs.get("past_key_values")  # the name that most models have for it
+    if not isinstance(cache, Cache):
+        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
     module.lent_state = None if cache is None else state_layer(cache, module.layer_idx, module.max_rollback)
 
 

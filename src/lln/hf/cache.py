@@ -60,7 +60,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Counts the new tokens and hands them back alone: `attend` knows the rest."""
-        self.lazy_initialization(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         self.length += key_states.shape[2]
         return key_states, value_states
 

@@ -22,6 +22,7 @@ def compiler(tmp_path, monkeypatch, compiled):
 [ "$1" = --version ] && echo copies && exit 0
 while [ "$1" != -o ]; do shift; done
 place=$(dirname "$2")
+case "$2" in *.o) touch "$2"; exit 0;; esac
 {{ stat -c %a "$place" 2>/dev/null || stat -f %Lp "$place"; }} >> "{record}"
 cp "{tmp_path}/made.so" "$2"
 """

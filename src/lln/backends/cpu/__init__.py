@@ -61,8 +61,10 @@ class CpuBackend(Backend):
 
     def prepare(self, problem: Problem) -> Prepared | None:
         tokens = (problem.query, problem.key, problem.value)
-        others = (problem.queries.keep, problem.keys.keep, problem.alpha, problem.beta, problem.centers)
-        is_plain = problem.scope == "sample" and problem.key_weight is None and all(x is None for x in others)
+        others = (problem.queries.keep, problem.keys.keep, problem.alpha, problem.beta, problem.key_weight)
+        is_plain = problem.scope == "sample" and all(x is None for x in others)
+        if problem.centers is not None:  # read where they are
+            is_plain &= all(x.dtype is torch.float32 and x.is_contiguous() for x in problem.centers)
         return binding.prepare(problem) if is_plain and all(as_rows(x) is x for x in tokens) else None
 
     def why_not_advance(self, recurrence: Recurrence) -> str | None:

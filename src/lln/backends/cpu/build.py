@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -33,7 +34,6 @@ FLAGS = [
     "-fno-trapping-math",
     "-fPIC",
     "-pthread",
-    "-shared",
     "-fvisibility=hidden",
 ]
 # The same source for vectors of 16, 8 or 4 floats; the first flavour whose needs the CPU meets is taken.
@@ -150,15 +150,20 @@ def _compile(compiler: str, flags: list[str], sources: list[tuple[str, bytes]]) 
             (folder / name).write_bytes(source)
         # Relative names: the path of the folder must not enter the library, whose bytes would differ from run to run.
         units = [name for name, _ in sources if name.endswith(".c")]
-        command = [compiler, *flags, "-o", "fused.so", *units, "-lm"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-        if done.returncode != 0:
-            raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[:2000]}")
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(lambda unit: _call(folder, [compiler, *flags, "-c", unit, "-o", f"{unit}.o"]), units))
+        _call(folder, [compiler, *flags, "-shared", "-o", "fused.so", *(f"{unit}.o" for unit in units), "-lm"])
         made = folder / "fused.so"
         made.chmod(0o600)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"building the fused code failed: {error}") from error
     return made
+
+
+def _call(folder: Path, command: list[str]) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[:2000]}")
 
 
 def _keep(made: Path, folder: Path, prefix: str) -> Path:
