@@ -225,7 +225,8 @@ def read_centers(centers: Centers | None, query: Tensor, key: Tensor, *, form: F
         if form == "decomposed" and is_causal:
             raise ValueError(
                 'form="decomposed" with is_causal=True cannot use means of the sample, which depend on later tokens; '
-                'give centers=, or statistics="running" in a module'
+                'give centers=, or statistics="running" (or "learned") to a module or to lln.hf.convert, which take no '
+                "centers="
             )
         return None
     if form != "decomposed":

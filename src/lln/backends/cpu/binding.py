@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from lln.backends.cpu import layout
 from lln.backends.cpu.allocation import allocate_gradients, allocate_results, as_rows, empty_rows
 from lln.backends.cpu.build import load
+from lln.backends.cpu.future import is_spoiled, without_odd_future
 from lln.checks import check_choice
 from lln.matching import curves
 from lln.matching.curves import MATCHINGS, Form, Matching
@@ -210,6 +211,12 @@ def backward(
         of_weight.data_ptr() if grad_weight else 0,
         _form_layout(form, by_means, centers),
     )
+    if is_causal and is_spoiled(grad_key, keep_key, block_size if not with_lln else 0):
+        clean = without_odd_future(grad, query, key, value, alpha, beta)
+        if clean is not None:
+            tensors = (*clean[:4], keep_query, keep_key, *clean[4:], mass, values)
+            options = (with_lln, block_size, is_causal, grad_scales, is_window, key_weight, grad_weight, form)
+            return backward(*tensors, *options, center_query, center_key)
     return gradients
 
 
@@ -239,7 +246,7 @@ def advance(recurrence: Recurrence) -> Advance:
     if load().lln_advance(_pack_advance(recurrence, output, near, after)) != 0:
         raise MemoryError(NO_MEMORY)
     if recurrence.in_place:
-        note_change(memory)
+        _note_change([x for x in memory if x is not None])
     return Advance(output, near, after)
 
 
@@ -256,8 +263,7 @@ def prepare_step(recurrence: Recurrence) -> Prepared:
         threads = 1 if _forked else torch.get_num_threads()
         if function(job, query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), threads) != 0:
             raise MemoryError(NO_MEMORY)
-        if not changed[0].is_inference():
-            increment_version(changed)
+        _note_change(changed)
         return output
 
     return run
@@ -269,14 +275,11 @@ def _pack_advance(recurrence: Recurrence, output: Tensor, near: Tensor | None, a
     (batch, heads, tokens, width), (_, key_heads, _, value_width) = query.shape, value.shape
     near_query = query if recurrence.near_query is None else recurrence.near_query
     near_key = key if recurrence.near_key is None else recurrence.near_key
+    block_size = 0 if memory.recent_key is None else memory.recent_key.shape[2]
     q, k, v, o = query.stride(), key.stride(), value.stride(), output.stride()[:3]
     return ADVANCE.pack(
         *(batch, heads, key_heads, tokens, tokens, width, value_width, TYPES[value.dtype]),
-        *(
-            1 if _forked else torch.get_num_threads(),
-            True,
-            0 if memory.recent_key is None else memory.recent_key.shape[2],
-        ),
+        *(1 if _forked else torch.get_num_threads(), True, block_size),
         *(True, alpha is None, beta is None),
         *(query.data_ptr(), q[0], q[1], q[2], key.data_ptr(), k[0], k[1], k[2]),
         *(value.data_ptr(), v[0], v[1], v[2], output.data_ptr(), *o),
@@ -300,10 +303,10 @@ def _pointers(memory: Memory) -> tuple[int, ...]:
     return tuple([0 if x is None else x.data_ptr() for x in memory])
 
 
-def note_change(memory: Memory) -> None:
+def _note_change(overwritten: list[Tensor]) -> None:
     """Let autograd know that tensors were overwritten, so that it refuses to use what it saved of them."""
-    if not memory.mass.is_inference():
-        increment_version([x for x in memory if x is not None])
+    if not overwritten[0].is_inference():
+        increment_version(overwritten)
 
 
 def _run(function: Any, *arguments: Any) -> None:
