@@ -237,8 +237,8 @@ def spine(
     names = PARTS if parts is None else tuple(parts.split(","))
     numbers = _numbers("--lengths", lengths, LENGTHS)
     command = _command(context)
-    for folder in (before, model):  # where they are on this machine tells others nothing
-        command = command if folder is None else command.replace(str(folder), folder.name)
+    for place in (before, model):  # where they are on this machine tells others nothing
+        command = command if place is None else command.replace(str(place), place.name)
     setting = {"parts": names, "lengths": numbers, "seconds": seconds}
     record = Record(json, command=command, setting=setting, seed=seed, kernel=kernel_in_use(Setting()), fresh=True)
     total = number_of_rows(names, numbers, before=before is not None, model=model is not None)

@@ -262,10 +262,11 @@ def _generate(folder: str, seconds: float) -> Iterator[Row]:
 
     import lln.hf
 
-    pair: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2)]
-    models = {"softmax": pair[0], "lln_diag": lln.hf.convert(pair[1], "lln_diag")}
+    pair: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+    softmax, converted = (x.eval() for x in pair)
+    models = {"softmax": softmax, "lln_diag": lln.hf.convert(converted, "lln_diag")}
     for context, goal in zip(CONTEXTS, (1.05, 0.5), strict=True):
-        ids = torch.randint(pair[0].config.vocab_size, (1, context))
+        ids = torch.randint(softmax.config.vocab_size, (1, context))
         turns = {name: _Generation(model, ids) for name, model in models.items()}
         started = time.perf_counter()
         while time.perf_counter() - started < 5 * seconds or len(turns["softmax"].times) < 3 * NEW_TOKENS:

@@ -214,9 +214,9 @@ def backward(
     if is_causal and is_spoiled(grad_key, keep_key, block_size if not with_lln else 0):
         clean = without_odd_future(grad, query, key, value, alpha, beta)
         if clean is not None:
-            tensors = (*clean[:4], keep_query, keep_key, *clean[4:], mass, values)
-            options = (with_lln, block_size, is_causal, grad_scales, is_window, key_weight, grad_weight, form)
-            return backward(*tensors, *options, center_query, center_key)
+            tensors: Any = (*clean[:4], keep_query, keep_key, *clean[4:], mass, values)
+            options: Any = (with_lln, block_size, is_causal, grad_scales, is_window, key_weight, grad_weight, form)
+            return backward(*(*tensors, *options, center_query, center_key))
     return gradients
 
 
