@@ -228,7 +228,8 @@ def test_matching_of_the_unbiased_form(tokens, backend, matching, scale):
     got, _ = feed(empty_for(*inputs, form="unbiased", matching=matching), inputs, (0, 30, 31, 40))
     with lln.backends.use("torch"):
         expected = attention(*(x.double() for x in inputs), form="unbiased", matching=matching)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5)
+    # The C code sums moments in float64, plain torch in float32: alpha and beta are off by a few roundings.
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-5 if backend == "torch" else 2e-5)
 
 
 @pytest.mark.parametrize("form", ["paper", "unbiased"])
