@@ -228,7 +228,7 @@ def test_matching_of_the_unbiased_form(tokens, backend, matching, scale):
     got, _ = feed(empty_for(*inputs, form="unbiased", matching=matching), inputs, (0, 30, 31, 40))
     with lln.backends.use("torch"):
         expected = attention(*(x.double() for x in inputs), form="unbiased", matching=matching)
-    # The C code sums moments in float64, plain torch in float32: alpha and beta are off by a few roundings.
+    # The C code reads the curves in float64, plain torch in the float32 of the moments.
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-5 if backend == "torch" else 2e-5)
 
 
