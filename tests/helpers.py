@@ -129,10 +129,10 @@ def compare_call(name, inputs, **options):
     return compare(ours, theirs, inputs)
 
 
-def assert_as_exact(got, want, *, limit=2e-6):
-    """float64 agrees to nine digits; narrower results to within a few of their roundings."""
+def assert_as_exact(got, want, *, rtol=1e-9, atol=1e-10, limit=2e-6):
+    """float64 agrees to `rtol` and `atol`; narrower results to within a few of their roundings, `limit`."""
     if got.dtype == torch.float64:
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
     else:
         assert relative(got, want.double()) < limit
 
