@@ -12,18 +12,22 @@ import torch
 from typer.testing import CliRunner
 
 import lln
-from lln import bench_cli
-from lln.bench import attention, candidates, decode, fresh, goals, measure, model, page, record, table_2, tables
+from lln.bench import attention, candidates, decode, measure, model, new_process, recording
 from lln.bench.candidates import Setting
-from lln.bench.fresh import in_fresh_process
+from lln.bench.new_process import in_new_process
 from lln.bench.paper import paper_attention
 from lln.bench.peak import peak_of_call
+from lln.cli.bench import app
+from lln.paper import speed, table2
+from lln.report import goals
+from lln.report.speed import attention_tables
+from lln.results import Result, read_results, write_results
 
 SMALL = {"heads": 1, "head_dim": 8, "seconds": 0.01}
 
 
 def run(*arguments):
-    return CliRunner().invoke(bench_cli.app, list(arguments), catch_exceptions=False)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
 def test_turns_alternate_and_quick_candidates_run_more_often(monkeypatch):
@@ -62,22 +66,22 @@ def test_two_measurements_of_something_quadratic_suffice():
     assert measure.predict([64, 128], [64**2, 128**2], 1024, quadratic=True) == pytest.approx(1024**2)
 
 
-def test_fresh_processes_answer_fail_and_end(monkeypatch):
-    assert in_fresh_process(os.getpid) != in_fresh_process(os.getpid)
-    assert in_fresh_process(torch.get_num_threads) == torch.get_num_threads()
+def test_new_processes_answer_fail_and_end(monkeypatch):
+    assert in_new_process(os.getpid) != in_new_process(os.getpid)
+    assert in_new_process(torch.get_num_threads) == torch.get_num_threads()
     monkeypatch.setenv("LLN_BACKEND", "torch")
-    assert in_fresh_process(os.getenv, "LLN_BACKEND") == "torch"
+    assert in_new_process(os.getenv, "LLN_BACKEND") == "torch"
     monkeypatch.delenv("LLN_BACKEND")
-    assert in_fresh_process(os.getenv, "LLN_BACKEND") is None
-    assert in_fresh_process(print, "not an answer") is None
+    assert in_new_process(os.getenv, "LLN_BACKEND") is None
+    assert in_new_process(print, "not an answer") is None
     with pytest.raises(ValueError, match="math domain error"):
-        in_fresh_process(math.sqrt, -1.0)
+        in_new_process(math.sqrt, -1.0)
     with pytest.raises(MemoryError, match="ended without an answer"):
-        in_fresh_process(os._exit, 3)
+        in_new_process(os._exit, 3)
     with pytest.raises(ChildProcessError, match="has ended; repeat the command"):
-        in_fresh_process(os.killpg, 0, signal.SIGKILL)
-    fresh.stop_server()
-    assert in_fresh_process(abs, -2) == 2
+        in_new_process(os.killpg, 0, signal.SIGKILL)
+    new_process.stop_server()
+    assert in_new_process(abs, -2) == 2
 
 
 def test_memory_is_what_was_allocated():
@@ -85,7 +89,7 @@ def test_memory_is_what_was_allocated():
     matrix, output = 4 * 1024**2 * 4, 4 * 1024 * 64 * 4
     for name, matrices in (("softmax_explicit", 2), ("floor", 0)):
         call = candidates.OwnInputs(name, setting, False)
-        peak = in_fresh_process(peak_of_call, call, 1024)
+        peak = in_new_process(peak_of_call, call, 1024)
         assert peak.peak_bytes == pytest.approx(matrices * matrix + output, abs=2 * output)
         assert peak.peak_bytes - peak.extra_bytes == output
 
@@ -140,20 +144,20 @@ def test_what_is_too_slow_too_large_or_impossible_is_left_out_with_a_word(monkey
         {"pass": "forward", "tokens": n, "mechanism": "softmax", "milliseconds": float(n * n), "peak_bytes": 1}
         for n in (8, 16)
     ]
-    rows = list(attention.compare_attention((128,), names, causal=True, limit=10, done=done, **SMALL))
+    rows = list(attention.compare_attention((128,), names, causal=True, max_seconds=10, done=done, **SMALL))
     softmax, explicit, nystrom = (row["skipped"] for row in rows)
     assert softmax == "a call would take about 16 s, over the limit of 10 s"
     assert rows[0]["predicted_milliseconds"] == pytest.approx(128**2)
     assert "matrices would take" in explicit
     assert nystrom == "cannot run: it has no causal form"
-    grids = tables.attention_grids({"rows": rows, "setting": {}})
-    assert grids[0].rows[0] == ["softmax (SDPA)", "~16,384"]
-    assert any("over the limit" in note for note in grids[0].notes)
+    shown = attention_tables(Result("attention", {}, tables={"rows": rows}))
+    assert shown[0].rows[0] == ["softmax (SDPA)", "~16,384"]
+    assert any("over the limit" in note for note in shown[0].notes)
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(record, "noise", lambda: {"load_average": 3.0, "busy_processors": 2.0, "quiet": False})
+    monkeypatch.setattr(recording, "noise", lambda: {"load_average": 3.0, "busy_processors": 2.0, "quiet": False})
 
 
 ATTENTION = ("attention", "--lengths", "16,32", "--mechanisms", "softmax,lln", "--heads", "1", "--head-dim", "8")
@@ -161,8 +165,8 @@ ATTENTION = (*ATTENTION, "--seconds", "0.01")
 
 
 def test_a_run_that_was_stopped_continues(quick, tmp_path, monkeypatch):
-    out = tmp_path / "deep/a.json"
-    add, stop_after = record.Record.add, 3
+    out = tmp_path / "deep/a.jsonl"
+    add, stop_after = recording.Recording.add, 3
 
     def add_and_stop(self, row):
         add(self, row)
@@ -170,26 +174,30 @@ def test_a_run_that_was_stopped_continues(quick, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(record.Record, "add", add_and_stop)
-        assert CliRunner().invoke(bench_cli.app, [*ATTENTION, "--out", str(out)]).exit_code != 0
-    kept = json.loads(out.read_text())
-    assert len(kept["rows"]) == stop_after
+        patch.setattr(recording.Recording, "add", add_and_stop)
+        assert CliRunner().invoke(app, [*ATTENTION, "--out", str(out)]).exit_code != 0
+    kept = only_result(out)
+    assert len(kept.rows) == stop_after
 
     done = run(*ATTENTION, "--out", str(out))
     assert done.exit_code == 0, done.output
     assert "Others keep 2 processors busy" in " ".join(done.output.split())
-    content = json.loads(out.read_text())
-    assert len(content["rows"]) == 2 * 2 * 2
-    assert content["rows"][:2] == kept["rows"][:2]
-    assert len(content["noise"]) == 2
-    assert content["command"].startswith("lln bench attention --lengths 16,32 --mechanisms softmax,lln --heads 1")
-    assert {"commit", "machine", "threads", "seed", "kernel"} <= content.keys()
+    content = only_result(out)
+    assert len(content.rows) == 2 * 2 * 2
+    assert content.rows[:2] == kept.rows[:2]
+    assert len(content.origin["noise"]) == 2
+    assert content.origin["command"].startswith(
+        "lln bench attention --lengths 16,32 --mechanisms softmax,lln --heads 1"
+    )
+    assert {"commit", "machine", "threads", "seed", "kernel"} <= content.origin.keys()
     for ending, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".csv", b"pass,tokens")):
-        assert out.with_suffix(ending).read_bytes().startswith(start)
+        assert out.with_name(f"attention-float32{ending}").read_bytes().startswith(start)
 
     assert "already has all of this" in " ".join(run(*ATTENTION, "--out", str(out)).output.split())
     with pytest.raises(ValueError, match=r"measured with another setting .* --fresh"):
-        run(*ATTENTION, "--causal", "--out", str(out))
+        run(*ATTENTION, "--max-seconds", "9", "--out", str(out))
+    assert run(*ATTENTION, "--causal", "--out", str(out)).exit_code == 0
+    assert list(read_results(out, made_by="")) == ["attention-float32", "attention-float32-causal"]
     with pytest.raises(ValueError, match="the goals are for 12 heads of 64"):
         run(*ATTENTION, "--goals")
     with pytest.raises(ValueError, match="no candidate is called 'sofmax'; there are: softmax"):
@@ -197,23 +205,28 @@ def test_a_run_that_was_stopped_continues(quick, tmp_path, monkeypatch):
 
 
 def test_a_damaged_record_is_named(quick, tmp_path):
-    out = tmp_path / "a.json"
-    out.write_text('{"command": "lln b')
-    with pytest.raises(ValueError, match=r"a\.json is damaged: .*; measure it anew with the option --fresh"):
+    out = tmp_path / "a.jsonl"
+    out.write_text('{"command": "lln b"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl is damaged: .*; restore it, or make it anew with `lln bench att"):
         run(*ATTENTION, "--out", str(out))
-    assert run(*ATTENTION, "--out", str(out), "--fresh").exit_code == 0
 
 
-def test_goals_and_titles_are_printed_as_they_are(capsys):
-    bench_cli._print_table("[/t]", ["[/c]", "d"], [("[red]r", ":key:")])
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("[/t]", "[/c]", "[red]r", ":key:"))
+def test_json(quick):
+    done = run(*ATTENTION, "--forward-only", "--json")
+    tables = [json.loads(line) for line in done.stdout.splitlines()]
+    assert tables[0]["columns"] == ["tokens", "16", "32"]
+    assert [row[0] for row in tables[0]["rows"]] == ["softmax (SDPA)", "LLN"]
 
 
-def attention_record(rows):
-    setting = {"heads": 12, "head_dim": 64, "dtype": "float32", "causal": False, "origins": {}}
+def only_result(path):
+    (result,) = read_results(path, made_by="lln bench").values()
+    return result
+
+
+def attention_result(rows, run="attention-float32"):
+    settings = {"heads": 12, "head_dim": 64, "dtype": "float32", "causal": False, "origins": {}}
     origin = {"command": "lln bench", "commit": "abc", "torch": "2", "kernel": {}, "noise": [], "threads": 2}
-    return origin | {"setting": setting, "machine": {"processor": "P", "cores": 2}, "rows": rows}
+    return Result(run, origin | {"machine": {"processor": "P", "cores": 2}}, settings, tables={"rows": rows})
 
 
 def ideal_rows(lln_slower=1.0):
@@ -238,7 +251,7 @@ def ideal_rows(lln_slower=1.0):
 
 def test_goals_are_met_missed_or_not_measured():
     def verdicts(rows):
-        return {o.goal.text: o.verdict for o in goals.check(goals.ATTENTION_GOALS, attention_record(rows))}
+        return {o.goal.text: o.verdict for o in goals.check(goals.ATTENTION_GOALS, attention_result(rows))}
 
     met = verdicts(ideal_rows())
     assert set(met.values()) == {"met"}
@@ -254,44 +267,34 @@ def test_goals_are_met_missed_or_not_measured():
     assert list(one_missing.values()).count("not measured") == 3
 
 
-def model_record():
+def model_result():
     rows = [
         {"tokens": 512, "mechanism": name, "seconds": 4.0, "quartiles": [4, 4], "repeats": 1, "peak_bytes": 3e9}
-        for name in model.LOOKS
+        for name in model.MECHANISMS
     ]
     rows.append({"tokens": 8192, "mechanism": "eager", "skipped": "would take 99 GiB", "predicted_seconds": 1234.0})
-    return attention_record(rows)
+    return attention_result(rows, "model")
 
 
 def test_table_2_has_the_published_numbers_beside_ours(tmp_path):
-    text = table_2.table_2(model_record())
+    text = "\n".join(table.markdown() for table in table2.parts(model_result()))
     assert "| LLN | here | 4 |  |" in text
     assert "| LLN | published | 1 | 6.1 |" in text
     assert "| LLN+Diag | published | 4.1 | 13.4 |" in text
     assert "| softmax, explicit matrix | here | 4 | ~1,234 |" in text
     assert "| softmax, explicit matrix | published | 0.95 | OOM |" in text
     assert "left out at 8,192 tokens: would take 99 GiB" in text
-    png, *_ = table_2.draw_table_2(model_record(), tmp_path / "model.json")
+    png, *_ = table2.draw(model_result(), tmp_path)
     assert png.read_bytes()[1:4] == b"PNG"
 
 
-def test_the_page_is_made_from_the_records(tmp_path):
-    before = f"text\n{page.BEGIN}\nold\n{page.END}\nmore\n"
-    assert "Nothing has been measured yet" in page.update(before, tmp_path)
-    (tmp_path / "attention.json").write_text(json.dumps(attention_record(ideal_rows())))
-    (tmp_path / "model.json").write_text(json.dumps(model_record()))
-    after = page.update(before, tmp_path)
-    assert after.startswith("text\n")
-    assert after.endswith(f"{page.END}\nmore\n")
-    assert "old" not in after
+def test_the_page_is_made_from_the_results(tmp_path):
+    assert "Nothing has been measured yet" in speed.make(tmp_path)
+    write_results(tmp_path / "attention.jsonl", [attention_result(ideal_rows())])
+    write_results(tmp_path / "table2.jsonl", [model_result()])
+    made = speed.make(tmp_path)
     for words in ("times as fast as softmax (SDPA)", "| met |", "Table 2", "commit abc"):
-        assert words in after
-    assert page.update(after, tmp_path) == after
-    with pytest.raises(ValueError, match="must have the lines"):
-        page.update("nothing", tmp_path)
-    (tmp_path / "attention.json").write_text("{}")
-    with pytest.raises(ValueError, match="older version"):
-        page.update(before, tmp_path)
+        assert words in made
 
 
 def test_decoding_holds_a_state_or_a_growing_cache(quick, tmp_path):
@@ -303,7 +306,7 @@ def test_decoding_holds_a_state_or_a_growing_cache(quick, tmp_path):
         mine.copy_(same)
     torch.testing.assert_close(inside.run(), copied.run())
 
-    out = tmp_path / "decode.json"
+    out = tmp_path / "decode.jsonl"
     arguments = (
         "decode",
         "--lengths",
@@ -319,8 +322,8 @@ def test_decoding_holds_a_state_or_a_growing_cache(quick, tmp_path):
     )
     done = run(*arguments)
     assert done.exit_code == 0, done.output
-    rows = {(row["mechanism"], row["tokens"]): row for row in json.loads(out.read_text())["rows"]}
-    assert set(rows) == set(itertools.product(decode.LOOKS, (32, 70)))
+    rows = {(row["mechanism"], row["tokens"]): row for row in only_result(out).rows}
+    assert set(rows) == set(itertools.product(decode.MECHANISMS, (32, 70)))
     for name in ("lln", "lln_diag"):
         assert rows[name, 32]["held_bytes"] == rows[name, 70]["held_bytes"]
     for name in ("cache", "cache_cat"):
@@ -345,7 +348,7 @@ def test_states_after_pieces_are_those_of_one_prefill(monkeypatch):
 def test_training_steps_are_measured_or_predicted(quick, tmp_path, monkeypatch):
     tiny = model.ModelSetting(layers=1, hidden_size=16, heads=2, vocabulary=50, block_size=8)
     monkeypatch.setattr(model, "ROBERTA_BASE", tiny)
-    out = tmp_path / "model.json"
+    out = tmp_path / "model.jsonl"
     arguments = (
         "model",
         "--lengths",
@@ -354,12 +357,12 @@ def test_training_steps_are_measured_or_predicted(quick, tmp_path, monkeypatch):
         "eager,lln_diag",
         "--seconds",
         "0",
-        "--limit",
+        "--max-seconds",
         "1e-9",
     )
     done = run(*arguments, "--out", str(out))
     assert done.exit_code == 0, done.output
-    rows = json.loads(out.read_text())["rows"]
+    rows = only_result(out).rows
     assert [row["tokens"] for row in rows] == [16, 16, 48, 48, 4096, 4096]
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows[:4])
     assert all("over the limit" in row["skipped"] and row["predicted_seconds"] > 0 for row in rows[4:])

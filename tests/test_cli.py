@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import lln.demo
 import lln.instruments.inspect
 import lln.matching.calibration
-import lln.report.demo
-import lln.report.demo_training
-import lln.report.figures
-import lln.report.tables
+import lln.paper
+import lln.report.table
 from lln import cli
+from lln.cli import docs
+from lln.results import read_results
+
+ROOT = Path(__file__).parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "results"
 
 
 def run(*arguments):
@@ -31,21 +35,22 @@ def small_demo(monkeypatch, tmp_path, new_cache):
     text.write_text("".join(json.dumps({"text": f"{i} is followed by {i + 1}, " * 9}) + "\n" for i in range(200)))
     small = {"source": str(text), "vocab_size": 300, "steps": 4, "eval_every": 2, "save_every": 4, "record_every": 2}
     small |= {"layers": 1, "width": 16, "heads": 1, "feedforward": 16, "length": 32}
-    monkeypatch.setattr(lln.report.demo_training, "SETTINGS", lln.report.demo_training.SETTINGS | small)
-    monkeypatch.setattr(lln.report.demo, "TEMPERATURES", (1.0, 0.5))
-    monkeypatch.setattr(lln.report.demo, "TOKENS", 32)
-    monkeypatch.setattr(lln.report.demo, "LENGTHS", (512,))
+    monkeypatch.setattr(lln.demo, "SETTINGS", lln.demo.SETTINGS | small)
+    monkeypatch.setattr(lln.demo, "TEMPERATURES", (1.0, 0.5))
+    monkeypatch.setattr(lln.demo, "TOKENS", 32)
+    monkeypatch.setattr(lln.demo, "LENGTHS", (512,))
 
 
 def test_demo_writes_tables_and_pictures(small_demo, tmp_path):
     done = run("demo", "--out", str(tmp_path / "new"))
     assert done.exit_code == 0, done.output
-    concentration = json.loads((tmp_path / "new/concentration.json").read_text())
-    assert {row["attention"] for row in concentration["rows"]} == {"softmax", "unmatched", "variance", "entropy"}
-    assert {"commit", "machine", "seed", "command"} <= concentration.keys()
-    cost = json.loads((tmp_path / "new/cost.json").read_text())
-    assert {row["mechanism"] for row in cost["rows"]} == {"softmax", "lln", "lln_diag"}
-    assert all(row["peak_bytes"] > 0 and row["milliseconds"] > 0 for row in cost["rows"])
+    results = read_results(tmp_path / "new/demo.jsonl", made_by="lln demo")
+    concentration = results["concentration"]
+    assert {row["attention"] for row in concentration.rows} == {"softmax", "unmatched", "variance", "entropy"}
+    assert {"commit", "machine", "seed", "command"} <= concentration.origin.keys()
+    cost = results["cost"]
+    assert {row["mechanism"] for row in cost.rows} == {"softmax", "lln", "lln_diag"}
+    assert all(row["peak_bytes"] > 0 and row["milliseconds"] > 0 for row in cost.rows)
     for part in ("concentration", "cost", "training"):
         assert (tmp_path / f"new/{part}.png").read_bytes()[1:4] == b"PNG"
     assert "LLN unmatched" in done.output
@@ -56,7 +61,7 @@ def test_demo_writes_tables_and_pictures(small_demo, tmp_path):
 
 
 def test_demo_shows_that_matching_matches(small_demo):
-    rows = {(row["temperature"], row["attention"]): row for row in lln.report.demo.concentration_rows(0)}
+    rows = {(row["temperature"], row["attention"]): row for row in lln.demo.concentration_rows(0)}
     for temperature in (1.0, 0.5):
         softmax, unmatched, variance, entropy = (
             rows[temperature, name] for name in ("softmax", "unmatched", "variance", "entropy")
@@ -81,17 +86,17 @@ def test_an_interrupted_demo_keeps_what_was_finished(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert json.loads((tmp_path / "concentration.json").read_text())["rows"]
+    assert read_results(tmp_path / "demo.jsonl", made_by="lln demo")["concentration"].rows
     assert (tmp_path / "concentration.png").exists()
 
 
 def test_an_interrupt_inside_a_part_writes_the_rows_so_far(small_demo, tmp_path):
-    def stop(row):
+    def stop():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lln.report.demo.run_part("concentration", tmp_path, seed=0, on_row=stop)
-    assert len(json.loads((tmp_path / "concentration.json").read_text())["rows"]) == 1
+        lln.demo.measure("concentration", tmp_path, seed=0, on_row=stop)
+    assert len(read_results(tmp_path / "demo.jsonl", made_by="lln demo")["concentration"].rows) == 1
 
 
 def test_calibrate_explains(monkeypatch):
@@ -131,8 +136,8 @@ def test_zoo():
         (["bench", "attention", "--lengths", "1,x"], "positive numbers separated by commas"),
         (["bench", "attention", "--lengths", "0"], "positive numbers separated by commas"),
         (["bench", "attention", "--dtype", "int8"], "dtype must be one of float32, bfloat16"),
-        (["figure", "99"], "there is no figure 99"),
-        (["figure", "2", "--tokens", "1"], "tokens must be an int from 16"),
+        (["show", "figure99"], "there is no 'figure99'"),
+        (["show", "figure2", "--tokens", "1"], "tokens must be an int from 16"),
     ],
     ids=str,
 )
@@ -180,14 +185,48 @@ def test_errors_are_printed_as_they_are(monkeypatch, error):
 
 
 def test_paths_and_cells_are_printed_as_they_are(monkeypatch, tmp_path):
-    monkeypatch.setattr(lln.report.figures, "figure", lambda *args, **kwargs: (Path(FOREIGN),))
-    assert run("figure", "2").stdout == f"{FOREIGN}\n"
-    made = lln.report.tables.Table("[/t] title", ["[/c]", "accuracy [%]"], [["[red]r[/]", ":key:"]], ["[/n]"])
-    monkeypatch.setattr(lln.report.tables, "table", lambda *args, **kwargs: (made, Path(FOREIGN)))
-    shown = run("table", "3").stdout
+    monkeypatch.setattr(lln.paper, "figure", lambda *args, **kwargs: (Path(FOREIGN),))
+    assert run("show", "figure2").stdout == f"{FOREIGN}\n"
+    made = lln.report.table.Table("[/t] title", ["[/c]", "accuracy [%]"], [["[red]r[/]", ":key:"]], ["[/n]"])
+    monkeypatch.setattr(lln.paper, "table", lambda *args, **kwargs: (made, Path(FOREIGN)))
+    shown = run("show", "table3").stdout
     for text in ("[/t] title", "[/c]", "accuracy [%]", "[red]r[/]", ":key:", "[/n]", f"\n{FOREIGN}\n"):
         assert text in shown
     assert "no mechanism is called '[/x]'" in run("zoo", "[/x]").stderr
+
+
+def test_version_and_json(tmp_path):
+    assert run("--version").stdout.startswith("lln-attention ")
+    tables = [json.loads(line) for line in run("zoo", "--json").stdout.splitlines()]
+    assert tables[0]["columns"] == ["name", "time", "causal", "padding", "cross", "random", "learned"]
+    assert "tnn" in [row[0] for row in tables[0]["rows"]]
+    shown = run("show", "table3", "--json", "--results", str(RESULTS), "--out", str(tmp_path)).stdout
+    (table,) = [json.loads(line) for line in shown.splitlines()]
+    assert table["title"] == "Table 3: ViT on Dogs vs Cats"
+
+
+def test_no_page_of_the_documentation_is_stale(tmp_path):
+    done = run("docs", str(DOCS), "--results", str(RESULTS), "--check")
+    assert done.exit_code == 0, done.output
+    for page in docs.PAGES:
+        (tmp_path / page).write_text((DOCS / page).read_text().replace("| LLN", "| ELN"))
+    stale = run("docs", str(tmp_path), "--results", str(RESULTS), "--check")
+    assert stale.exit_code == 2
+    assert "stale: " in stale.stderr
+    assert "speed.md" in stale.stderr
+    assert "4 pages, 4 of them changed" in run("docs", str(tmp_path), "--results", str(RESULTS)).stdout
+    assert run("docs", str(tmp_path), "--results", str(RESULTS), "--check").exit_code == 0
+
+
+def test_pictures_of_the_documentation_are_drawn(tmp_path):
+    (tmp_path / "images").mkdir()
+    for page in docs.PAGES:
+        (tmp_path / page).write_text((DOCS / page).read_text())
+    done = run("docs", str(tmp_path), "--results", str(RESULTS), "--pictures")
+    assert done.exit_code == 0, done.output
+    drawn = {path.name for path in (tmp_path / "images").iterdir()}
+    assert drawn <= {path.name for path in (DOCS / "images").iterdir()}
+    assert {"figure1.png", "attention-float32.png", "decode.png", "table2.png"} <= drawn
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch):
@@ -208,7 +247,7 @@ def test_output_that_nobody_reads_is_no_error(monkeypatch):
     [
         ["train", "mlm", "--out", "out", "--attention", "lln_diag", "--option", "{}"],
         ["train", "vision", "--out", "out", "--attention", "lln_diag", "--option", "{}"],
-        ["lra", "run", "--out", "out", "--tasks", "listops", "--methods", "lln_diag:{}"],
+        ["train", "lra", "--out", "out", "--attention", "lln_diag", "--option", "{}"],
     ],
     ids=["mlm", "vision", "lra"],
 )
@@ -227,9 +266,9 @@ def test_output_that_nobody_reads_is_no_error(monkeypatch):
 )
 def test_options_are_refused_before_a_folder_is_made(monkeypatch, tmp_path, verb, option, text):
     monkeypatch.chdir(tmp_path)
-    if verb[0] == "lra" and option == "share=2":
-        option += ":combine=ratio"  # which the preset of the others has
-    done = run(*verb[:-1], verb[-1].replace("{}", option))
+    # The preset of the others has it.
+    more = ["--option", "combine=ratio"] if verb[1] == "lra" and option == "share=2" else []
+    done = run(*verb[:-1], verb[-1].replace("{}", option), *more)
     assert done.exit_code == 2, done.output
     assert text in done.stderr
     assert not list(tmp_path.iterdir())
@@ -275,14 +314,14 @@ def test_an_output_that_cannot_be_written(monkeypatch, tmp_path, out):
     Path("file").touch()
     for verb in (
         ["train", "mlm", "--source", "stdlib"],
-        ["lra", "run", "--tasks", "listops", "--methods", "lln"],
-        ["figure", "2"],
+        ["train", "lra", "--attention", "lln"],
+        ["show", "figure2"],
     ):
         done = run(*verb, "--out", out)
         assert done.exit_code == 2, done.output
         assert "Traceback" not in done.output
         assert "file" in done.stderr
-    for verb in (["bench", "attention"], ["lra", "bench", "--tasks", "text"], ["calibrate"]):
-        done = run(*verb, "--out", "file/record.json")
-        assert "file/record.json cannot be written" in done.stderr
+    for verb in (["bench", "attention"], ["bench", "lra", "--tasks", "text"], ["calibrate"]):
+        done = run(*verb, "--out", "file/record.jsonl")
+        assert "file/record.jsonl cannot be written" in done.stderr
         assert "--out must be a file, and . is a folder" in run(*verb, "--out", ".").stderr

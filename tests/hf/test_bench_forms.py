@@ -1,6 +1,5 @@
 """`lln bench forms` on tiny random models, against the reference and what converted models compute."""
 
-import json
 import math
 
 import pytest
@@ -14,6 +13,7 @@ from lln.bench import forms
 from lln.bench.forms import Calibration, Candidate, Comparison, LayerComparison
 from lln.cli import app
 from lln.matching.curves import matched_spread
+from lln.results import read_results
 
 TEXT = "The quick brown fox jumps over the lazy dog; " * 8
 OTHER = "A text of other letters, and of other words: 0123456789. " * 4
@@ -111,17 +111,18 @@ def test_signed_features_are_hyperbolic_cosines(form, is_causal, inputs):
 
 
 def test_losses_are_those_of_converted_models(saved, tmp_path):
-    folder, out = saved("llama", "ModelForCausalLM"), tmp_path / "forms.json"
+    folder, out = saved("llama", "ModelForCausalLM"), tmp_path / "forms.jsonl"
     for name, text in (("text", TEXT), ("other", OTHER)):
         (tmp_path / name).write_text(text)
-    arguments = ["--text", str(tmp_path / "text"), "--calibration", str(tmp_path / "other"), "--json", str(out)]
+    arguments = ["--text", str(tmp_path / "text"), "--calibration", str(tmp_path / "other"), "--out", str(out)]
     arguments += ["--length", "24", "--sequences", "1", "--block-size", "5", "--loss"]
     result = CliRunner().invoke(app, ["bench", "forms", folder, *arguments], catch_exceptions=False)
     assert "Loss of the whole model: llama, 1 x 24 tokens, 2 layers" in result.stdout
-    record = json.loads(out.read_text())
-    assert record["command"].startswith(f"lln bench forms {folder} --text")
-    assert record["command"].endswith("--length 24 --sequences 1 --block-size 5 --loss")
-    rows = {row["label"]: row for row in record["rows"]}
+    (record,) = read_results(out, made_by="lln bench forms").values()
+    command = record.origin["command"]
+    assert command.startswith(f"lln bench forms {folder} --text")
+    assert command.endswith("--length 24 --sequences 1 --block-size 5 --loss")
+    rows = {row["label"]: row for row in record.rows}
     assert [rows["Softmax attention"][name] for name in ("error", "correlation", "divergence")] == [0.0, 1.0, 0.0]
     assert rows["uniform, companion alone"]["error"] == 1.0
     assert all(len(row["error_of_layers"]) == 2 for row in rows.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lln.instruments.inspect import inspect, inspect_model, print_inspection
+from lln.instruments.inspect import inspect, inspect_model, inspection_tables
 
 transformers = pytest.importorskip("transformers")
 TEXT = "The queen asked the gardener why the roses were red. The gardener said nothing, and painted on. " * 3
@@ -37,7 +37,7 @@ def test_model_types(name: str) -> None:
         assert 0 <= r["ks_distance"] <= 1
 
 
-def test_saved_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_model(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     state = torch.get_rng_state()
@@ -45,7 +45,7 @@ def test_saved_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert torch.equal(torch.get_rng_state(), state)
     assert len(records) == 3 * 4
     assert records[0]["note"] == "no tokenizer found, so the bytes of the text are its tokens"
-    printed = capsys.readouterr().out
+    printed = str(inspection_tables(records))
     for title in ("temperature", "entropy (bits)", "spectral gap", "bias (bits)", "50 tokens", "5.64 bits"):
         assert title in printed
     with (tmp_path / "out" / "inspect.csv").open() as file:
@@ -61,11 +61,17 @@ def test_long_text_is_cut_to_the_positions(folder: Path) -> None:
     assert records[0]["tokens"] == 512
 
 
-def test_one_layer_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_one_layer() -> None:
     records = [r for r in inspect_model("bert", TEXT, tokens=10) if r["layer"].startswith("encoder.layer.0")]
     records[0]["gap"] = None
-    print_inspection(records)
-    assert "encoder.layer.0.attention.self" in capsys.readouterr().out
+    tables = {title: (columns, rows, notes) for title, columns, rows, notes in inspection_tables(records)}
+    columns, rows, _ = tables["spectral gap of each layer and head"]
+    assert columns == ["layer", "0", "1", "2", "3"]
+    assert [row[:2] for row in rows] == [["encoder.layer.0.attention.self", "-"]]
+    _, rows, notes = tables["bias (bits) of each layer and head"]
+    assert float(rows[0][1]) == pytest.approx(records[0]["bias"], abs=0.005)
+    assert notes[0] == "10 tokens; entropy of uniform attention: 3.32 bits"
+    assert "random" in notes[1]
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import transformers
 from typer.testing import CliRunner
 
 import lln.hf
+from lln.cli.train import app
+from lln.tasks.config import parse_options
 from lln.tasks.mlm import MlmConfig, RobertaForMaskedLM, roberta_config, start_local, train
 from lln.tasks.presets import GlueConfig, VisionConfig
-from lln.train_cli import app, parse_options
 
 SMALL = ("--layers", "1", "--width", "16", "--heads", "2", "--feedforward", "16", "--length", "16", "--steps", "2")
 

@@ -10,8 +10,8 @@ import torch
 from lln import backends
 from lln.bench import candidates
 from lln.bench.candidates import MECHANISMS, CannotRunError, Setting
-from lln.bench.fresh import in_fresh_process
 from lln.bench.measure import free_bytes, predict, time_in_turns
+from lln.bench.new_process import in_new_process
 from lln.bench.peak import SMALL, Call, peak_of_call
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -31,14 +31,14 @@ def compare_attention(
     causal: bool = False,
     passes: Sequence[str] = PASSES[:1],
     seconds: float = 1.0,
-    limit: float = math.inf,
+    max_seconds: float = math.inf,
     seed: int = 0,
     done: Sequence[Row] = (),
 ) -> Iterator[Row]:
     """A row for each pass, length and mechanism; all mechanisms of a length are timed in the same rounds.
 
     `ratio` is the first mechanism's time over a row's own. A mechanism that cannot run, would not fit into memory or
-    would take more than `limit` seconds for a call gives a row with the reason as `skipped` and, as far as its growth
+    would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, as far as its growth
     tells, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are left out.
     """
     setting = Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal)
@@ -51,15 +51,17 @@ def compare_attention(
             if here >= set(mechanisms):
                 continue
             torch.manual_seed(seed)
-            for row in _compare_at(tokens, pass_, mechanisms, setting, seconds=seconds, limit=limit, known=known):
+            for row in _compare_at(
+                tokens, pass_, mechanisms, setting, seconds=seconds, max_seconds=max_seconds, known=known
+            ):
                 known.append(row)
                 yield row
 
 
 def kernel_in_use(setting: Setting) -> dict[str, str | None]:
-    """What computes LLN attention here: the environment's switch, and the dispatch's own words where there are any."""
-    words = backends.explain(*candidates.random_inputs(setting, SMALL))
-    return {"LLN_BACKEND": os.environ.get("LLN_BACKEND"), "explained": words}
+    """What computes LLN attention here: the environment variable, and what `lln.backends.explain` says."""
+    explained = backends.explain(*candidates.random_inputs(setting, SMALL))
+    return {"LLN_BACKEND": os.environ.get("LLN_BACKEND"), "explained": explained}
 
 
 def _compare_at(
@@ -69,7 +71,7 @@ def _compare_at(
     setting: Setting,
     *,
     seconds: float,
-    limit: float,
+    max_seconds: float,
     known: Sequence[Row],
 ) -> Iterator[Row]:
     backward = pass_ == PASSES[1]
@@ -78,7 +80,7 @@ def _compare_at(
     skipped: dict[str, Row] = {}
     for name in mechanisms:
         before = [row for row in known if (row["pass"], row["mechanism"]) == (pass_, name) and row["tokens"] < tokens]
-        reason = _reason_to_skip(name, setting, tokens, before, backward=backward, limit=limit)
+        reason = _reason_to_skip(name, setting, tokens, before, backward=backward, max_seconds=max_seconds)
         if reason is not None:
             skipped[name] = reason
             continue
@@ -95,7 +97,7 @@ def _compare_at(
             yield row | skipped[name]
             continue
         timing = timings[name]
-        peak = in_fresh_process(peak_of_call, candidates.OwnInputs(name, setting, backward), tokens)
+        peak = in_new_process(peak_of_call, candidates.OwnInputs(name, setting, backward), tokens)
         yield row | {
             "milliseconds": timing.median * 1e3,
             "quartiles": [timing.low * 1e3, timing.high * 1e3],
@@ -107,17 +109,21 @@ def _compare_at(
 
 
 def _reason_to_skip(
-    name: str, setting: Setting, tokens: int, before: Sequence[Row], *, backward: bool, limit: float
+    name: str, setting: Setting, tokens: int, before: Sequence[Row], *, backward: bool, max_seconds: float
 ) -> Row | None:
     """Why a mechanism is not measured, from what is known of shorter lengths."""
     measured = [row for row in before if "milliseconds" in row]
     lengths, times = [row["tokens"] for row in measured], [row["milliseconds"] for row in measured]
-    guess = predict(lengths, times, tokens, quadratic=candidates.quadratic(name)) if math.isfinite(limit) else None
+    guess = (
+        predict(lengths, times, tokens, quadratic=candidates.quadratic(name)) if math.isfinite(max_seconds) else None
+    )
     predicted = {} if guess is None else {"predicted_milliseconds": guess}
     needed, free = candidates.matrix_bytes(name, setting, tokens, backward=backward), free_bytes()
     if needed > FREE_SHARE * free:
         reason = f"its matrices would take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         return {"skipped": reason} | predicted
-    if guess is not None and guess > limit * 1e3:
-        return {"skipped": f"a call would take about {guess / 1e3:.0f} s, over the limit of {limit:g} s"} | predicted
+    if guess is not None and guess > max_seconds * 1e3:
+        return {
+            "skipped": f"a call would take about {guess / 1e3:.0f} s, over the limit of {max_seconds:g} s"
+        } | predicted
     return None

@@ -1,7 +1,7 @@
 """What `lln bench attention` compares, each made for a setting and a number of tokens.
 
 `performer` and `nystrom` are the code of performer-pytorch and nystrom-attention where these are installed and run, or
-else the zoo's; `origin` says which. Every name that is not in `LOOKS` is looked up in the zoo.
+else the zoo's; `origin` says which. Every name that is not in `MECHANISMS` is looked up in the zoo.
 """
 
 import os
@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from lln.bench.paper import paper_attention
 from lln.bench.peak import Call, attention_call, random_heads
 from lln.functional import lln_attention, lln_diag_attention
-from lln.report.plot import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, Look
 from lln.zoo import build, describe, names
 from lln.zoo.nystrom import LANDMARKS
 
@@ -28,7 +27,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows of a record have in common."""
+    """What all rows of a result have in common."""
 
     heads: int = 12
     head_dim: int = 64
@@ -46,29 +45,24 @@ class CannotRunError(Exception):
     """A candidate that has no form for this setting; the text says why."""
 
 
-LOOKS = {
-    "softmax": Look("softmax (SDPA)", BLACK, "-", "o"),
-    "softmax_explicit": Look("softmax, explicit matrix", GREY, ":", "o"),
-    "paper": Look("the paper's formula, plain torch", ORANGE, "-.", "v"),
-    "elu": Look("elu", VERMILLION, ":", "D"),
-    "performer": Look("Performer", PURPLE, ":", "P"),
-    "nystrom": Look("Nyströmformer", GREEN, ":", "X"),
-    "lln_torch": Look("LLN, plain torch", SKY, "--", "s"),
-    "lln": Look("LLN", BLUE, "-", "s"),
-    "lln_diag": Look("LLN+Diag", PURPLE, "-", "^"),
-    "floor": Look("the matrix products alone", GREEN, "--", "_"),
-}
-MECHANISMS = tuple(LOOKS)
+MECHANISMS = (
+    "softmax",
+    "softmax_explicit",
+    "paper",
+    "elu",
+    "performer",
+    "nystrom",
+    "lln_torch",
+    "lln",
+    "lln_diag",
+    "floor",
+)
 # Explicit N x N matrices that are there at the same time: scores and weights, and with gradients those of both.
 MATRICES = {False: 2, True: 4}
 
 
-def label(name: str) -> str:
-    return LOOKS[name].label if name in LOOKS else name
-
-
 def origin(name: str, setting: Setting) -> str:
-    """Whose code runs under a name."""
+    """The package whose code runs under a name, with its version if it is not this one."""
     package = _package(name, setting)
     if package is not None:
         return f"{package} {version(package)}"
@@ -83,8 +77,8 @@ def quadratic(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    if name not in LOOKS and name not in names():
-        known = dict.fromkeys((*LOOKS, *names()))
+    if name not in MECHANISMS and name not in names():
+        known = dict.fromkeys((*MECHANISMS, *names()))
         raise ValueError(f"no candidate is called {name!r}; there are: {', '.join(known)}")
 
 

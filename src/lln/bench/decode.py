@@ -15,19 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lln.bench.fresh import in_fresh_process
 from lln.bench.measure import time_in_turns
+from lln.bench.new_process import in_new_process
 from lln.bench.peak import Call, Peak, peak_of_call, random_heads
-from lln.report.plot import BLACK, BLUE, GREY, PURPLE, Look
 from lln.state import LLNState
 
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
-LOOKS = {
-    "lln": Look("LLN", BLUE, "-", "s"),
-    "lln_diag": Look("LLN+Diag", PURPLE, "-", "^"),
-    "cache": Look("softmax, cache allocated beforehand", BLACK, "-", "o"),
-    "cache_cat": Look("softmax, cache copied to grow", GREY, ":", "o"),
-}
+MECHANISMS = ("lln", "lln_diag", "cache", "cache_cat")
 BLOCK_SIZES = {"lln": None, "lln_diag": 64}
 PIECE = 4096  # tokens that are put into a state at once
 
@@ -64,7 +58,7 @@ def compare_decoding(
             {f"{name} {tokens}": call.run for (name, tokens), call in calls.items()}, seconds=seconds, at_most=1000
         )
     on_step()
-    for name in LOOKS:
+    for name in MECHANISMS:
         for tokens in contexts:
             timing = timings[f"{name} {tokens}"]
             held, peak = _memory(name, tokens, states.get((name, tokens)), heads=heads, head_dim=head_dim)
@@ -82,7 +76,7 @@ def compare_decoding(
 
 
 def steps(contexts: Sequence[int]) -> int:
-    return len(contexts) * (len(BLOCK_SIZES) + len(LOOKS)) + 1
+    return len(contexts) * (len(BLOCK_SIZES) + len(MECHANISMS)) + 1
 
 
 def _states(name: str, contexts: Sequence[int], *, heads: int, head_dim: int) -> Iterator[tuple[int, LLNState]]:
@@ -128,14 +122,14 @@ def _cache_call(key: Tensor, value: Tensor, *, copied: bool) -> Call:
 def _memory(name: str, tokens: int, state: LLNState | None, *, heads: int, head_dim: int) -> tuple[int, Peak]:
     """Bytes held from one step to the next, and the peak of a step beyond them, in a process of its own."""
     if state is None:
-        make: Any = partial(_fresh_cache_call, heads, head_dim, name == "cache_cat")
-        return 2 * heads * head_dim * tokens * 4, in_fresh_process(peak_of_call, make, tokens)
+        make: Any = partial(_new_cache_call, heads, head_dim, name == "cache_cat")
+        return 2 * heads * head_dim * tokens * 4, in_new_process(peak_of_call, make, tokens)
     stored = io.BytesIO()  # tensors that are sent to another process as they are stay in the memory of both
     torch.save(state.to_dict(), stored)
-    return state.nbytes, in_fresh_process(peak_of_call, partial(_stored_state_call, stored.getvalue()), tokens)
+    return state.nbytes, in_new_process(peak_of_call, partial(_stored_state_call, stored.getvalue()), tokens)
 
 
-def _fresh_cache_call(heads: int, head_dim: int, copied: bool, tokens: int) -> Call:
+def _new_cache_call(heads: int, head_dim: int, copied: bool, tokens: int) -> Call:
     _, key, value = random_heads(tokens, heads=heads, head_dim=head_dim)
     return _cache_call(key, value, copied=copied)
 

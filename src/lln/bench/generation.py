@@ -5,7 +5,7 @@ A step is a forward pass of one token with the cache of the tokens before it, an
 token is taken back after each step, so that all steps of a context are alike. Both models take turns.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ def compare_generation(
     contexts: Sequence[int] = CONTEXTS,
     *,
     attention: str = "lln_diag",
+    options: Mapping[str, Any] | None = None,
     seconds: float = 40.0,
     seed: int = 0,
     on_step: Callable[[], object] = lambda: None,
@@ -35,7 +36,7 @@ def compare_generation(
     torch.manual_seed(seed)
     pair: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
     softmax, converted = (model.eval() for model in pair)
-    models = {"softmax": softmax, attention: lln.hf.convert(converted, attention)}
+    models = {"softmax": softmax, attention: lln.hf.convert(converted, attention, **(options or {}))}
     ids = torch.randint(softmax.config.vocab_size, (1, max(contexts)))
     with torch.inference_mode():
         for tokens in contexts:

@@ -1,7 +1,7 @@
 """Time and peak memory, measured so that a shared and noisy machine does little harm.
 
 Times: all candidates in one process, in turns, so that what slows one slows the others; medians, quartiles and ratios
-of medians. Memory: a fresh process for each measurement, its peak over what it held just before. `noise` says whether
+of medians. Memory: a new process for each measurement, its peak over what it held just before. `noise` says whether
 other programs keep the processors busy; `predict` says what a measurement that is left out would have given.
 """
 
@@ -68,11 +68,11 @@ def timing(times: Sequence[float]) -> Timing:
 
 def peak_memory(mechanism: str, *, tokens: int, heads: int, head_dim: int, backward: bool = False) -> int:
     """Peak bytes of one call of a mechanism of the zoo, beyond the process, its inputs and the loaded libraries."""
-    from lln.bench.fresh import in_fresh_process
+    from lln.bench.new_process import in_new_process
     from lln.bench.peak import peak_of_call, zoo_call
 
     make = partial(zoo_call, mechanism, heads=heads, head_dim=head_dim, backward=backward)
-    return in_fresh_process(peak_of_call, make, tokens).peak_bytes
+    return in_new_process(peak_of_call, make, tokens).peak_bytes
 
 
 def reset_peak() -> None:

@@ -12,18 +12,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lln.bench.fresh import in_fresh_process
 from lln.bench.measure import free_bytes, predict, timing
-from lln.report.plot import BLACK, BLUE, GREEN, GREY, PURPLE, Look
+from lln.bench.new_process import in_new_process
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-LOOKS = {
-    "eager": Look("softmax, explicit matrix", GREY, ":", "o"),
-    "sdpa": Look("softmax (SDPA)", BLACK, "-", "o"),
-    "nystrom": Look("Nyströmformer", GREEN, "--", "X"),
-    "lln": Look("LLN", BLUE, "-", "s"),
-    "lln_diag": Look("LLN+Diag", PURPLE, "-", "^"),
-}
+MECHANISMS = ("eager", "sdpa", "nystrom", "lln", "lln_diag")
 QUADRATIC_TIME, QUADRATIC_MEMORY = {"eager", "sdpa"}, {"eager"}
 MOST_ROUNDS = 3
 PRELOAD = ("transformers.models.roberta.modeling_roberta",)
@@ -48,25 +41,25 @@ ROBERTA_BASE = ModelSetting()
 
 def compare_training(
     lengths: Sequence[int] = LENGTHS,
-    mechanisms: Sequence[str] = tuple(LOOKS),
+    mechanisms: Sequence[str] = MECHANISMS,
     *,
     setting: ModelSetting = ROBERTA_BASE,
     seconds: float = 60.0,
-    limit: float = 40.0,
+    max_seconds: float = 40.0,
     seed: int = 0,
     done: Sequence[Row] = (),
 ) -> Iterator[Row]:
     """A row for each length and mechanism: seconds of a step and peak bytes of model, optimiser and activations.
 
     Rounds, in which each mechanism makes one step, go on for `seconds`, but there are at least one and at most three.
-    What would not fit into memory or take more than `limit` seconds is not run: its row has the reason as `skipped`,
+    What would not fit into memory or take more than `max_seconds` is not run: its row has the reason as `skipped`,
     and `predicted_seconds` and `predicted_peak_bytes`. Lengths that are complete in `done` are left out.
     """
     from lln.bench.step import training_step  # it needs transformers
 
     for name in mechanisms:
-        if name not in LOOKS:
-            raise ValueError(f"no attention of this comparison is called {name!r}; there are: {', '.join(LOOKS)}")
+        if name not in MECHANISMS:
+            raise ValueError(f"no attention of this comparison is called {name!r}; there are: {', '.join(MECHANISMS)}")
     known = list(done)
     for tokens in sorted(lengths):
         if {row["mechanism"] for row in known if row["tokens"] == tokens} >= set(mechanisms):
@@ -74,7 +67,9 @@ def compare_training(
         skipped = {
             name: reason
             for name in mechanisms
-            if (reason := _reason_to_skip(name, tokens, [row for row in known if row["mechanism"] == name], limit))
+            if (
+                reason := _reason_to_skip(name, tokens, [row for row in known if row["mechanism"] == name], max_seconds)
+            )
         }
         steps: dict[str, list[tuple[float, int]]] = {name: [] for name in mechanisms if name not in skipped}
         started = time.perf_counter()
@@ -84,7 +79,7 @@ def compare_training(
             for name in list(steps):
                 job = (name, tokens, setting, seed)
                 try:
-                    steps[name].append(in_fresh_process(training_step, *job, free_bytes(), preload=PRELOAD))
+                    steps[name].append(in_new_process(training_step, *job, free_bytes(), preload=PRELOAD))
                 except MemoryError:
                     del steps[name]
                     skipped[name] = {"skipped": "did not fit into memory"}
@@ -104,7 +99,7 @@ def _measured(steps: Sequence[tuple[float, int]]) -> Row:
     }
 
 
-def _reason_to_skip(name: str, tokens: int, rows: Sequence[Row], limit: float) -> Row | None:
+def _reason_to_skip(name: str, tokens: int, rows: Sequence[Row], max_seconds: float) -> Row | None:
     """Why a step is not run, from what is known of shorter sequences."""
     measured = [row for row in rows if "seconds" in row and row["tokens"] < tokens]
     lengths = [row["tokens"] for row in measured]
@@ -116,6 +111,6 @@ def _reason_to_skip(name: str, tokens: int, rows: Sequence[Row], limit: float) -
     free = free_bytes()
     if peak > FREE_SHARE * free:
         return {"skipped": f"would take {peak / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"} | predicted
-    if seconds > limit:
-        return {"skipped": f"would take {seconds:.0f} s, over the limit of {limit:g} s"} | predicted
+    if seconds > max_seconds:
+        return {"skipped": f"would take {seconds:.0f} s, over the limit of {max_seconds:g} s"} | predicted
     return None

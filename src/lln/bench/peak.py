@@ -1,4 +1,4 @@
-"""Peak memory of a call, measured inside a process of its own; see `fresh.in_fresh_process`."""
+"""Peak memory of a call, measured inside a process of its own; see `new_process.in_new_process`."""
 
 import ctypes
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """All that is recorded of a head, from what was captured of it."""
 
 import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,8 +12,6 @@ from lln.instruments.records import Record, clean
 from lln.instruments.rows import LLNRows, MatrixRows, Rows, SoftmaxRows
 from lln.instruments.spectral_gap import gap
 from lln.instruments.temperature import of_scores, temperature
-
-SCALARS = ("temperature", "entropy", "gap", "bias", "alpha", "beta")
 
 
 @torch.no_grad()
@@ -33,8 +32,9 @@ def measure_heads(capture: Capture, tokens: int, chance: random.Random) -> list[
         columns["bias"].append(biased)
         if isinstance(rows, SoftmaxRows) and (rows.is_causal or capture.mask is not None):
             columns["temperature"].append(of_scores(rows))
-        if rows.num_rows == rows.num_columns:
-            columns["gap"].append(_affordable_gap(rows))
+        for name, instrument in ROW_INSTRUMENTS.items():
+            if (values_of_heads := instrument(rows)) is not None:
+                columns[name].append(values_of_heads)
     if not columns["temperature"]:
         columns["temperature"] = [temperature(capture.query, capture.key, **capture.options).flatten()]
     scales = capture.scales()
@@ -52,11 +52,13 @@ def _sample_rows(rows: Rows, tokens: int, chance: random.Random) -> None:
         rows.index = torch.tensor(chosen, device=rows.index.device)
 
 
-def _affordable_gap(rows: Rows) -> Tensor:
+def _affordable_gap(rows: Rows) -> Tensor | None:
     """The gap; or that of the chain among the sampled tokens, where the whole matrix would be too dear.
 
-    NaN where a sampled row has no weight among them: there is no such chain.
+    NaN where a sampled row has no weight among them: there is no such chain. None for cross attention.
     """
+    if rows.num_rows != rows.num_columns:
+        return None
     separate = isinstance(rows, SoftmaxRows) and rows.is_separate
     if len(rows.index) == rows.num_rows or rows.is_causal or isinstance(rows, LLNRows) or separate:
         return gap(rows)
@@ -67,3 +69,11 @@ def _affordable_gap(rows: Rows) -> Tensor:
     if bool(connected.any()):
         result[connected] = gap(MatrixRows((among / sums)[connected], is_causal=False))
     return result
+
+
+# What is recorded beside entropy and bias, which are found together: a number for each head from `Rows`, or None where
+# it cannot be measured. A new instrument is a file of this folder and a line here.
+ROW_INSTRUMENTS: dict[str, Callable[[Rows], Tensor | None]] = {
+    "gap": _affordable_gap,
+}
+SCALARS = ("temperature", "entropy", *ROW_INSTRUMENTS, "bias", "alpha", "beta")

@@ -32,13 +32,11 @@ OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "longformer")
 
 
 def inspect(model: str, text_file: str | Path, *, out: str | Path | None = None, tokens: int = 512) -> list[Record]:
-    """The verb: read a text file, inspect the model, print its tables; with `out`, write the table and a picture."""
+    """As `inspect_model`, with the text of a file."""
     path = Path(text_file)
     if not path.is_file():
         raise ValueError(f"--text must be a text file, there is none at {path}")
-    records = inspect_model(model, path.read_text(encoding="utf-8", errors="replace"), out=out, tokens=tokens)
-    print_inspection(records)
-    return records
+    return inspect_model(model, path.read_text(encoding="utf-8", errors="replace"), out=out, tokens=tokens)
 
 
 def inspect_model(model: str, text: str, *, out: str | Path | None = None, tokens: int = 512) -> list[Record]:
@@ -84,30 +82,21 @@ def inspect_model(model: str, text: str, *, out: str | Path | None = None, token
     return records
 
 
-def print_inspection(records: list[Record]) -> None:
-    """A table of layers and heads for each instrument."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise ImportError("printing needs rich: pip install 'lln-attention[cli]'") from error
-    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)  # names of models are not markup
+def inspection_tables(records: list[Record]) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
+    """For each instrument a table of layers and heads: its title, columns, rows and notes."""
+    tables: list[tuple[str, list[str], list[list[str]], list[str]]] = []
     for column, title, unit in PANELS:
         layers, grid = _grid(records, column)
         name = f"{title} ({unit})" if unit else title
-        table = Table(title=f"{name} of each layer and head", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.padding = (0, 1, 0, 0)
-        table.add_column("layer", no_wrap=True)
-        for head in range(len(grid[0])):
-            table.add_column(str(head), justify="right", no_wrap=True)
-        for layer, row in zip(layers, grid, strict=True):
-            table.add_row(layer, *("-" if math.isnan(value) else f"{value:.2f}" for value in row))
-        console.print(table)
-    limit = records[0]["limit"]
-    console.print(f"{records[0]['tokens']} tokens; entropy of uniform attention: {limit:.2f} bits")
-    if records[0]["note"]:
-        console.print(f"Note: {records[0]['note']}.")
+        rows = [
+            [layer, *("-" if math.isnan(value) else f"{value:.2f}" for value in row)]
+            for layer, row in zip(layers, grid, strict=True)
+        ]
+        tables.append((f"{name} of each layer and head", ["layer", *map(str, range(len(grid[0])))], rows, []))
+    first = records[0]
+    notes = [f"{first['tokens']} tokens; entropy of uniform attention: {first['limit']:.2f} bits"]
+    tables[-1][-1].extend(notes + ([f"Note: {first['note']}."] if first["note"] else []))
+    return tables
 
 
 def draw_inspection(records: list[Record], path: str | Path, *, title: str) -> Path:

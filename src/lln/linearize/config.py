@@ -1,11 +1,10 @@
 """Settings of `lln linearize`; the fields are also the flags of the command."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from lln.tasks.config import setting
+from lln.tasks.config import Settings, setting
 from lln.zoo.registry import check_options
 
 # What a mechanism gets unless it is told otherwise.
@@ -26,7 +25,7 @@ LEAST_FEATURES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearizeConfig:
+class LinearizeConfig(Settings):
     """How a pretrained model is made linear."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
@@ -57,28 +56,14 @@ class LinearizeConfig:
     seed: int = setting(0, "Seed of everything that is drawn at random.")
     save_seconds: float = setting(120.0, "Seconds between checkpoints.")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Self:
-        if name not in cls.PRESETS:
-            raise ValueError(f"there is no preset {name!r}; there are: {', '.join(cls.PRESETS)}")
-        return cls(**cls.PRESETS[name] | changes)
-
     def __post_init__(self) -> None:
-        for name in ("length", "tokens", "batch_tokens", "calibration_tokens", "rows", "eval_passages"):
-            self._at_least(name, 1)
-        for name in ("align_steps", "join_steps", "distil_steps", "lora_rank", "cost_tokens", "seed"):
-            self._at_least(name, 0)
-        self._at_least("length", 8)
-        for name in ("align_rate", "join_rate", "distil_rate", "distil_feature_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        self._at_least(1, "length", "tokens", "batch_tokens", "calibration_tokens", "rows", "eval_passages")
+        self._at_least(0, "align_steps", "join_steps", "distil_steps", "lora_rank", "cost_tokens", "seed")
+        self._at_least(8, "length")
+        self._above_0("align_rate", "join_rate", "distil_rate", "distil_feature_rate")
         if self.steps not in (None, 0):
             raise ValueError(f"steps must be 0 (calibration alone) or left out, got {self.steps}")
         check_options(self.attention, self.all_options())  # also refuses a name that does not exist
-
-    def _at_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     def all_options(self, head_dim: int | None = None) -> dict[str, Any]:
         """The options of the mechanism: the given ones, and the best ones for the rest.
@@ -97,4 +82,4 @@ class LinearizeConfig:
 
     def settings(self) -> dict[str, Any]:
         """All settings, as JSON has them."""
-        return dataclasses.asdict(self) | {"options": self.all_options()}
+        return super().settings() | {"options": self.all_options()}

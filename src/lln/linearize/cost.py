@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lln.bench.fresh import in_fresh_process
 from lln.bench.measure import noise, time_in_turns
+from lln.bench.new_process import in_new_process
 from lln.bench.peak import Call, attention_call, peak_of_call, random_heads
 from lln.zoo import build
 
@@ -38,7 +38,7 @@ def layer_cost(
         for name, (kind, given) in kinds.items():
             row[f"{name}_ms"] = round(1e3 * times[name].median, 3)
             make = partial(_call, kind, given, **sizes)
-            row[f"{name}_mib"] = round(in_fresh_process(peak_of_call, make, tokens).peak_bytes / MIB, 2)
+            row[f"{name}_mib"] = round(in_new_process(peak_of_call, make, tokens).peak_bytes / MIB, 2)
         row["speed_up"] = round(times["softmax"].median / times["linear"].median, 2)
         rows.append(row)
         on_length()

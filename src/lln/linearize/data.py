@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lln.tasks.data.folder import digest
 from lln.tasks.data.order import draws
-from lln.tasks.data.progress import progress
+from lln.terminal import Progress
 
 Batch = dict[str, Tensor]
 STAGES = ("align", "join", "distil")
@@ -150,12 +150,12 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
 def tokenise(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int, what: str) -> Any:
     """The tokens of the documents one after the other, at most `limit`."""
     found: list[int] = []
-    with progress(f"tokenising {what}", limit) as advance:
+    with Progress(f"tokenising {what}", limit) as bar:
         for start in range(0, len(documents), TOKENISED):
             batch = list(documents[start : start + TOKENISED])
             for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
                 found += ids
-                advance(len(ids))
+                bar.advance(len(ids))
             if len(found) >= limit:
                 break
     return np.array(found[:limit], dtype=np.int32)

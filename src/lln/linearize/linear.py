@@ -23,9 +23,9 @@ from lln.linearize.stages import Linearizer, train
 from lln.linearize.teacher import converted_modules, make_teacher
 from lln.provenance import read_json
 from lln.tasks.data.folder import hashed_share
+from lln.tasks.display import Display
 from lln.tasks.run import PROVENANCE, SUMMARY, RunFolder, write_json
 from lln.tasks.saving import save_model
-from lln.tasks.watch import Display
 
 HELD_OUT = 0.05  # of the documents, chosen by a hash of their text
 WORK = "work"  # the folder inside `out` from which an interrupted run continues

@@ -32,9 +32,9 @@ from lln.linearize.teacher import Observation, converted_modules, observing
 from lln.mechanism import JoinedBranches, Mechanism
 from lln.nn import LLNAttention
 from lln.tasks.data.order import draws
+from lln.tasks.display import Display, Metrics, StopSignals
 from lln.tasks.run import RunFolder
 from lln.tasks.saving import pickled, weights
-from lln.tasks.watch import Display, Metrics, StopSignals
 
 WARMUP = 0.05  # share of a stage's steps in which the learning rate rises
 # Shares of the matched spread that calibration tries on every head: concentrating on the wrong tokens is worse than

@@ -1,38 +1,42 @@
-"""The tables of a page, made from recorded results: `python -m lln.report.page docs/results.md results`.
+"""Pages with parts that are made from results: what is between two marks is replaced.
 
-A page says `<!-- table 1: begin -->` and `<!-- table 1: end -->` where it wants a table; what is between is replaced.
-`<!-- table 1 of FOLDER: begin -->` makes it from what is recorded in a folder of the results.
+A page says `<!-- table1: begin -->` and `<!-- table1: end -->` where it wants what is called table1, and
+`<!-- table5 of table5-rates: begin -->` where that is to be made from another result file.
 """
 
 import re
-import sys
-from importlib import import_module
-from pathlib import Path
-from typing import cast
-
-from lln.report.tables import NAMES, TableModule
+from collections.abc import Callable, Mapping
 
 MARKS = re.compile(
-    r"<!-- table (?P<which>(?P<name>\w+)(?: of (?P<folder>[\w-]+))?): begin -->\n.*?<!-- table (?P=which): end -->",
-    re.DOTALL,
+    r"<!-- (?P<which>(?P<name>\w+)(?: of (?P<file>[\w-]+))?): begin -->\n.*?<!-- (?P=which): end -->", re.DOTALL
 )
 
 
-def update(text: str, results: Path) -> str:
-    """`text` with the tables between its marks made anew."""
+def update(text: str, parts: Mapping[str, Callable[[str], str]]) -> str:
+    """A page with what is between its marks made anew.
+
+    Args:
+        text: the page.
+        parts: for each name what makes its text in Markdown from the stem of a result file, which is the name itself
+            unless the mark says otherwise.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: there is no mark, or no part of a name.
+
+    Example:
+        >>> update("<!-- a: begin -->\\nold<!-- a: end -->", {"a": lambda file: "new\\n"})
+        '<!-- a: begin -->\\n\\nnew\\n\\n<!-- a: end -->'
+    """
     if not MARKS.search(text):
-        raise ValueError("the page has no place for a table: <!-- table 1: begin --> and <!-- table 1: end -->")
-    return MARKS.sub(lambda found: _filled(found, results), text)
+        raise ValueError("the page has no place for a table: <!-- table1: begin --> and <!-- table1: end -->")
 
+    def filled(mark: re.Match[str]) -> str:
+        which, name = mark["which"], mark["name"]
+        if name not in parts:
+            raise ValueError(f"there is no {name}; there are: {', '.join(parts)}")
+        return f"<!-- {which}: begin -->\n\n{parts[name](mark['file'] or name)}\n<!-- {which}: end -->"
 
-def _filled(mark: re.Match[str], results: Path) -> str:
-    which, name, folder = mark["which"], mark["name"], results / (mark["folder"] or "")
-    if name not in NAMES:
-        raise ValueError(f"there is no table {name}; there are: {', '.join(NAMES)}")
-    made = cast(TableModule, import_module(f"lln.report.table_{name}")).make(folder)
-    return f"<!-- table {which}: begin -->\n\n{made.markdown()}\n<!-- table {which}: end -->"
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(update(page.read_text(encoding="utf-8"), Path(sys.argv[2])), encoding="utf-8")
+    return MARKS.sub(filled, text)

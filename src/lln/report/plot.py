@@ -47,21 +47,21 @@ STYLE: dict[Any, Any] = {  # matplotlib types its keys as one long Literal
 class Setup:
     """What a figure is made for; `commit` is that of this library's checkout, if it runs from one."""
 
-    number: int
+    name: str
     head_dim: int
     tokens: int
     seed: int
     commit: str | None
 
     def footer(self, about: str = "Gaussian queries and keys") -> str:
-        made = f"lln figure {self.number} --head-dim {self.head_dim} --tokens {self.tokens} --seed {self.seed}"
+        made = f"lln show {self.name} --head-dim {self.head_dim} --tokens {self.tokens} --seed {self.seed}"
         return f"{about}, N = {self.tokens}, D = {self.head_dim}, seed {self.seed}  ·  {made}" + (
             f"  ·  commit {self.commit}" if self.commit else ""
         )
 
 
 @dataclass(frozen=True)
-class Look:
+class CurveStyle:
     """How one curve is drawn; no two curves of a picture share both colour and line style."""
 
     label: str
@@ -121,7 +121,7 @@ def panels(
     grid = figure.subplots(rows, count // rows, squeeze=False)
     engine = figure.get_layout_engine()
     assert engine is not None
-    # The base class does not know what its constrained layout takes: here room for the footer and between the panels.
+    # The base class does not know what its constrained layout takes: here space for the footer and between the panels.
     engine.set(rect=(0.0, FOOTER_HEIGHT, 1.0, 1.0 - FOOTER_HEIGHT), w_pad=0.09)  # type: ignore[call-arg]
     figure.suptitle(title, fontsize=11.5, fontweight="bold")
     figure.text(0.008, 0.012, footer, fontsize=7.0, color="#555555", ha="left", va="bottom")

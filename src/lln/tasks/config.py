@@ -1,4 +1,8 @@
-"""Settings of a run: frozen dataclasses whose fields are also the flags of `lln train`."""
+"""Settings of a run: frozen dataclasses whose fields are also the flags of `lln train` and `lln linearize`.
+
+Presets mean the same everywhere. `laptop`, the default: for two cores, minutes to half an hour a run. `paper`: the
+published settings. `quick` and `pretrained`, where there are such, say in the help of their command what they are.
+"""
 
 import ast
 import dataclasses
@@ -56,14 +60,75 @@ def check_attention(attention: str, options: Mapping[str, Any], *, heads: int, w
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """What every experiment has. `preset(name)` gives the values of a preset, `PRESETS`, with changes."""
+class Settings:
+    """Settings with presets.
+
+    `PRESETS` has the values of each preset, `TASK_PRESETS` further ones for the tasks of an experiment with several,
+    and `PRESET_OPTIONS` the options that a preset gives a mechanism unless they are given.
+    """
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {}
+    TASK_PRESETS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
+    PRESET_OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The settings of a preset, with changes.
+
+        Args:
+            name: one of `PRESETS`.
+            changes: fields that differ from the preset.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ValueError: there is no such preset, or a value cannot be.
+
+        Example:
+            >>> MlmConfig.preset("laptop", attention="lln", steps=100).batch_size
+            16
+        """
+        if name not in cls.PRESETS:
+            raise ValueError(f"there is no preset {name!r}; there are: {', '.join(cls.PRESETS)}")
+        task = changes.get("task", getattr(cls, "task", ""))
+        values = cls.PRESETS[name] | cls.TASK_PRESETS.get(name, {}).get(task, {}) | changes
+        usual = cls.PRESET_OPTIONS.get(name, {}).get(values.get("attention", getattr(cls, "attention", "")), {})
+        given = values.get("options", {})
+        if "combine" not in given:  # another way to combine has other options
+            values["options"] = {**usual, **given}
+        # A change of the one replaces the preset's other.
+        if hasattr(cls, "epochs") and ("steps" in changes) != ("epochs" in changes):
+            values["epochs" if "steps" in changes else "steps"] = None
+        return cls(**values)
+
+    def _at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def _above_0(self, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def _one_of(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+
+    def settings(self) -> dict[str, Any]:
+        """All settings, as JSON has them."""
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in dataclasses.asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Settings):
+    """What every experiment has."""
+
     OTHER_ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # names beside those of the zoo
     # What a preset gives a mechanism unless it is told otherwise. In a small model from a random start the far part of
     # LLN+Diag is noise at first, and the plain average gives it too much weight: its heads learn the share instead.
-    OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
+    PRESET_OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
         "laptop": {"lln_diag": {"combine": "ratio", "share": 0.1}}
     }
 
@@ -98,29 +163,12 @@ class TrainConfig:
     keep_checkpoints: int = setting(2, "How many of the newest checkpoints are kept.")
     record_every: int = setting(100, "Steps between records of what the heads do; 0 for none.")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Self:
-        if name not in cls.PRESETS:
-            raise ValueError(f"there is no preset {name!r}; there are: {', '.join(cls.PRESETS)}")
-        values = cls.PRESETS[name] | changes
-        usual = cls.OPTIONS.get(name, {}).get(values.get("attention", cls.attention), {})
-        given = values.get("options", {})
-        if usual and "combine" not in given:
-            values["options"] = usual | given
-        if ("steps" in changes) != ("epochs" in changes):  # a change of the one replaces the preset's other
-            values["epochs" if "steps" in changes else "steps"] = None
-        return cls(**values)
-
     def __post_init__(self) -> None:
-        for name in ("batch_size", "gradient_accumulation", "log_every", "save_every", "scale_window"):
-            self._at_least(name, 1)
-        for name in ("seed", "eval_every", "record_every", "weight_decay", "clip", "warmup_steps"):
-            self._at_least(name, 0)
+        self._at_least(1, "batch_size", "gradient_accumulation", "log_every", "save_every", "scale_window")
+        self._at_least(0, "seed", "eval_every", "record_every", "weight_decay", "clip", "warmup_steps")
         # With one alone, a checkpoint that turns out damaged would leave nothing to go back to.
-        self._at_least("keep_checkpoints", 2)
-        for name in ("learning_rate", "loss_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        self._at_least(2, "keep_checkpoints")
+        self._above_0("learning_rate", "loss_scale")
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"give steps or epochs, one of them: got steps={self.steps} and epochs={self.epochs}")
         if not (self.steps or self.epochs or 0) > 0:
@@ -129,16 +177,3 @@ class TrainConfig:
         self._one_of("precision", *PRECISIONS)
         if self.attention not in self.OTHER_ATTENTIONS:
             check_options(self.attention, self.options)  # also refuses a name that does not exist
-
-    def _at_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-
-    def _one_of(self, name: str, *choices: str) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-
-    def settings(self) -> dict[str, Any]:
-        """All settings, as JSON has them."""
-        values = dataclasses.asdict(self)
-        return values | {"options": dict(self.options), "betas": list(self.betas)}

@@ -87,7 +87,7 @@ def train(config: GlueConfig, *, out: Path | None = None, data_dir: Path | None 
     start = find_start(config.start)
     config = dataclasses.replace(config, **resolved(config, start))
     data = find_data(data_dir)
-    with open_run("glue", config, out, name=f"glue-{config.task}", quiet=quiet) as run:
+    with open_run("glue", config, out, quiet=quiet) as run:
         if run.summary is not None:
             return run.summary
         with processes().main_process_first():

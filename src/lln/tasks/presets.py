@@ -10,7 +10,7 @@ from lln.tasks.config import TrainConfig, setting
 GLUE_TASKS = ("mnli", "qnli", "qqp", "sst2", "cola", "mrpc", "rte", "stsb", "imdb")
 SAME = "same"
 # What the preset `pretrained` gives each task: about the same time for all, a few minutes of a core.
-BUDGETS: dict[str, dict[str, Any]] = {
+PRETRAINED: dict[str, dict[str, Any]] = {
     "mnli": {"train_examples": 4000, "epochs": 1.0},
     "qnli": {"train_examples": 4000, "epochs": 1.0},
     "qqp": {"train_examples": 4000, "epochs": 1.0},
@@ -94,8 +94,7 @@ class MlmConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("length", "layers", "width", "heads", "feedforward"):
-            self._at_least(name, 1)
+        self._at_least(1, "length", "layers", "width", "heads", "feedforward")
 
     def settings(self) -> dict[str, Any]:
         # Without `pack` where it is off, so that runs from before there was such a setting can be continued.
@@ -105,12 +104,16 @@ class MlmConfig(TrainConfig):
 @dataclass(frozen=True, kw_only=True)
 class GlueConfig(TrainConfig):
     """Fine-tuning. Preset `laptop`: after pre-training with the preset of that name; `pretrained`: from a Hugging Face
-    model, also linearised, with a budget for each task, `BUDGETS`; `paper`: ten epochs as in fairseq's recipe for
+    model, also linearised, with sizes for each task, `PRETRAINED`; `paper`: ten epochs as in fairseq's recipe for
     RoBERTa-base. Where a Hugging Face model is started from, `laptop` means `pretrained`.
     """
 
     OTHER_ATTENTIONS: ClassVar[tuple[str, ...]] = (SAME,)
-    OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}  # a pre-trained model has its own
+    PRESET_OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}  # a pre-trained model has its own
+    TASK_PRESETS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
+        "pretrained": PRETRAINED,
+        "paper": {"qqp": {"warmup_steps": 0.25}},  # the recipe's only exception
+    }
 
     attention: str = setting(SAME, "Mechanism; same: what the start has, options included.")
     task: str = setting("sst2", f"Task: {', '.join(GLUE_TASKS)}.")
@@ -168,26 +171,16 @@ class GlueConfig(TrainConfig):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        task = changes.get("task", cls.task)
         if name == "laptop" and is_hugging_face(changes.get("start", "")):
             name = "pretrained"
-        if name == "paper" and task == "qqp":
-            changes = {"warmup_steps": 0.25} | changes  # the recipe's only exception
-        if name == "pretrained":
-            if "learning_rate" in changes:
-                changes = {"rates": ()} | changes
-            budget = dict(BUDGETS.get(task, {}))
-            if "steps" in changes:
-                budget.pop("epochs", None)
-            changes = budget | changes
+        if name == "pretrained" and "learning_rate" in changes:
+            changes = {"rates": ()} | changes
         return super().preset(name, **changes)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("task", *GLUE_TASKS)
-        for name in ("train_examples", "eval_examples"):
-            if getattr(self, name) is not None:
-                self._at_least(name, 1)
+        self._at_least(1, *(name for name in ("train_examples", "eval_examples") if getattr(self, name) is not None))
         if not all(rate > 0 for rate in self.rates):
             raise ValueError(f"rates must be above 0, got {', '.join(map(str, self.rates))}")
         if not 0 < self.trial_share <= 1:
@@ -253,8 +246,7 @@ class VisionConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("image_size", "patch_size", "layers", "width", "heads", "feedforward", "generated_examples"):
-            self._at_least(name, 1)
+        self._at_least(1, "image_size", "patch_size", "layers", "width", "heads", "feedforward", "generated_examples")
         self._one_of("source", "auto", "dogs-vs-cats", "generated")
         if self.image_size % self.patch_size:
             raise ValueError(f"patches of {self.patch_size} pixels do not fill an image of {self.image_size}")

@@ -22,7 +22,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,12 +33,12 @@ from accelerate import PartialState  # type: ignore[import-untyped]
 
 from lln.instruments.records import read_records
 from lln.provenance import commit, provenance, read_json
+from lln.results import PARTIAL, Result, flush_folder, write_flushed, write_lines, write_whole
 from lln.tasks.config import TrainConfig
 
 Say = Callable[[str], None]
-PARTIAL = ".partial-"
 CONFIG, DATA, PROVENANCE, SUMMARY = "config.json", "data.json", "provenance.json", "summary.json"
-MANIFEST = "manifest.json"
+MANIFEST, METRICS, HEADS = "manifest.json", "metrics.jsonl", "records.jsonl"
 # What to do if a file of a run folder is damaged.
 RESTORE = {
     CONFIG: "restore it, or begin the run anew in another folder",
@@ -142,16 +142,16 @@ class RunFolder:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             for name, content in files.items():
-                _write(partial / name, content)
+                write_flushed(partial / name, content)
             sums = {
                 name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
                 for name, content in files.items()
             }
-            _write(partial / MANIFEST, _json({"step": step, "files": sums}))
-            _sync(partial)
+            write_flushed(partial / MANIFEST, _json({"step": step, "files": sums}))
+            flush_folder(partial)
             self._remove(folder)  # a damaged one of the same step
             partial.rename(folder)
-            _sync(folder.parent)
+            flush_folder(folder.parent)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             left = [other.name for other in self._checkpoints()]
@@ -175,7 +175,7 @@ class RunFolder:
         if not self.main:
             return
         # A line of metrics counts the steps done, a record the steps done before it.
-        for name, last in (("metrics.jsonl", step), ("records.jsonl", step - 1)):
+        for name, last in ((METRICS, step), (HEADS, step - 1)):
             path = self.path / name
             if path.exists():
                 kept = [record for record in read_records(path) if record["step"] <= last]
@@ -188,7 +188,7 @@ class RunFolder:
         write_json(path, origin)
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.path / "metrics.jsonl"
+        path = self.path / METRICS
         return read_records(path) if path.exists() else []
 
     def finish(self, save_model: Callable[[Path], None], summary: Mapping[str, Any]) -> None:
@@ -205,7 +205,7 @@ class RunFolder:
         """Remove what a start has made that failed before it measured anything, so that it can be repeated with other
         settings. What was there before is kept.
         """
-        metrics = self.path / "metrics.jsonl"
+        metrics = self.path / METRICS
         measured = self._checkpoints() or (metrics.exists() and metrics.stat().st_size > 0)
         if self._kept is not None and not measured and not (self.path / SUMMARY).exists():
             with suppress(OSError):  # what stopped the run is to be said; of folders, only empty ones are removed
@@ -260,10 +260,16 @@ def processes() -> Any:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def open_run(experiment: str, config: TrainConfig, out: Path | None, *, name: str = "", quiet: bool) -> RunFolder:
-    """The folder of a run: `out`, or one in runs/ called after the experiment, or `name`, attention and seed."""
+def run_folder(experiment: str, config: TrainConfig) -> Path:
+    """Where a run goes that is given no folder."""
+    task = getattr(config, "task", None)
+    return Path("runs") / f"{experiment}{f'-{task}' if task else ''}-{config.attention}-seed{config.seed}"
+
+
+def open_run(experiment: str, config: TrainConfig, out: Path | None, *, quiet: bool) -> RunFolder:
+    """The folder of a run: `out`, or one in runs/ called after the experiment, its task, attention and seed."""
     main = processes().is_main_process
-    path = out or Path("runs") / f"{name or experiment}-{config.attention}-seed{config.seed}"
+    path = out or run_folder(experiment, config)
     run = RunFolder(path, {"experiment": experiment} | config.settings(), main=main, say=_silent if quiet else _say)
     processes().wait_for_everyone()
     if run.summary is not None:
@@ -282,39 +288,40 @@ def make_folder(path: Path, option: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    _replace(path, _json(value))
-
-
-def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A JSON lines file, which is whole at every moment."""
-    _replace(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    write_whole(path, _json(value))
 
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(PARTIAL + path.name)
-    _write(partial, content)
-    partial.replace(path)
-    _sync(path.parent)
+def run_result(folder: Path, *, data_dir: Path | None = None) -> Result:
+    """What is kept of a finished run: settings, summary and curves, and nothing of its weights.
 
+    Args:
+        folder: the run folder.
+        data_dir: the data folder that the run was given.
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    Returns:
+        The result, in which the paths of this machine read `runs` and `DATA`.
 
+    Raises:
+        ValueError: a file of the folder is damaged.
 
-def _sync(folder: Path) -> None:
-    """Make what was renamed in a folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    Example:
+        >>> add_result(Path("results/table5.jsonl"), run_result(Path("runs/lra-listops-lln-seed0")))
+    """
+    config, origin, summary = (_read(folder / name) for name in (CONFIG, PROVENANCE, SUMMARY))
+    lines, heads = read_records(folder / METRICS), folder / HEADS
+    tables = {
+        "training": [line for line in lines if "eval_loss" not in line],
+        "evaluations": [line for line in lines if "eval_loss" in line],
+        "heads": read_records(heads) if heads.exists() else [],
+    }
+    result = Result(folder.name, origin, config, summary, {name: rows for name, rows in tables.items() if rows})
+    text = json.dumps(result.to_line()).replace(str(folder.parent), "runs")
+    text = text if data_dir is None else text.replace(str(data_dir), "DATA")
+    return Result.from_line(json.loads(text))
 
 
 def _damage(checkpoint: Path) -> str | None:

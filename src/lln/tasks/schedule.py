@@ -21,7 +21,7 @@ class Planned:
     log: Path
     command: Callable[[], list[str]]  # asked for when the job starts: it may depend on what earlier jobs found
     is_finished: Callable[[], bool]
-    collect: Callable[[], str]  # takes in what a finished job found, and says it in a few words
+    record: Callable[[], str]  # records what a finished job found, and returns it in a few words
     is_ready: Callable[[], bool] = lambda: True  # whether what it starts from is finished
 
 
@@ -56,7 +56,7 @@ def run_jobs(
                     say(f"{job.name}: failed, see {job.log}")
                     continue
                 seconds = time.monotonic() - began
-                say(f"{job.name}: {job.collect()} after {seconds:.0f} s")
+                say(f"{job.name}: {job.record()} after {seconds:.0f} s")
                 on_end(job, seconds)
     finally:  # each saves a checkpoint and ends
         for _, process, _ in running.values():

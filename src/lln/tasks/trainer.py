@@ -29,10 +29,10 @@ from lln.functional import KINDS
 from lln.instruments import Recorder
 from lln.tasks.config import TrainConfig
 from lln.tasks.data.order import Examples, Unrolled
+from lln.tasks.display import Display, Metrics, StopSignals
 from lln.tasks.evaluation import Batch, Measure, Score, classification_scores, evaluate
 from lln.tasks.run import RunFolder, processes
 from lln.tasks.saving import pickled, save_model, weights
-from lln.tasks.watch import Display, Metrics, StopSignals
 
 Summary = dict[str, Any]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -289,7 +289,7 @@ class _Trainer(Trainer):
         if self.stop is not None and self.stop.asked and self.state.global_step == self.steps:
             raise KeyboardInterrupt
         if self.display is not None:
-            self.display.evaluating(self.state.global_step, share)
+            self.display.evaluating(share)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.run.main:

@@ -1,14 +1,6 @@
-"""All records as a table: the documentation and the command line show this one.
-
-`python -m lln.zoo.table docs/zoo.md` brings the table in that file up to date.
-"""
-
-import sys
-from pathlib import Path
+"""All records as a table: the documentation and the command line show this one."""
 
 from lln.zoo.registry import Record, describe, names
-
-BEGIN, END = "<!-- table: begin, made by python -m lln.zoo.table docs/zoo.md -->", "<!-- table: end -->"
 
 
 def table() -> list[dict[str, str]]:
@@ -22,15 +14,6 @@ def markdown() -> str:
     header = list(rows[0])
     lines = [header, ["---"] * len(header), *(list(row.values()) for row in rows)]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
-
-
-def update(text: str) -> str:
-    """`text` with the table between its two marks made anew."""
-    before, mark, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
-        raise ValueError(f"the text must have the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"
 
 
 def _row(record: Record) -> dict[str, str]:
@@ -54,8 +37,3 @@ def _row(record: Record) -> dict[str, str]:
 
 def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(update(page.read_text(encoding="utf-8")), encoding="utf-8")

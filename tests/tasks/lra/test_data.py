@@ -9,7 +9,8 @@ import torch
 
 from lln.tasks.lra import load, retrieval
 from lln.tasks.lra.data import generated, sizes
-from lln.tasks.lra.examples import TASKS, Examples, Sequences, collate
+from lln.tasks.lra.examples import Examples, Sequences, collate
+from lln.tasks.lra.registry import TASKS
 
 
 @pytest.fixture(autouse=True)

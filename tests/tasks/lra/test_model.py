@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from lln.tasks.lra.examples import TASKS, Task
-from lln.tasks.lra.model import OPTIONS, Classifier, ExplicitSoftmax, Shape, _similar, build_attention
-from lln.tasks.lra.recipe import build, recipe
+from lln.tasks.lra.config import OPTIONS, LraConfig
+from lln.tasks.lra.model import Classifier, ExplicitSoftmax, Shape, _similar, build_attention
+from lln.tasks.lra.registry import TASKS
+from lln.tasks.lra.task import Task
+from lln.tasks.lra.train import build
 
-SMALL = Task("small", "Small", 70, 9, 3, "")
-PAIR = Task("pair", "Pair", 70, 9, 2, "", towers=2)
+SIZES = {"title": "", "length": 70, "symbols": 9, "about": "", "presets": {}}
+SMALL = Task(name="small", classes=3, **SIZES)
+PAIR = Task(name="pair", classes=2, towers=2, **SIZES)
+preset = LraConfig.preset
 METHODS = ("softmax_explicit", "softmax", "reformer", "performer", "skyformer", "nystrom", "lln", "lln_diag")
 
 
@@ -81,9 +85,9 @@ def test_standardised_means():
     model.eval()
     together = model(tokens)["logits"]
     assert torch.allclose(model(tokens[3:4])["logits"], together[3:4], atol=1e-4)  # whatever its neighbours are
-    assert [task for task in TASKS if recipe("laptop", task, "lln").standardise] == ["retrieval"]
-    assert isinstance(build(recipe("laptop", "retrieval", "lln")).standard, torch.nn.BatchNorm1d)
-    assert isinstance(build(recipe("paper", "retrieval", "lln")).standard, torch.nn.Identity)
+    assert [task for task in TASKS if preset("laptop", task=task).standardise] == ["retrieval"]
+    assert isinstance(build(preset("laptop", task="retrieval")).standard, torch.nn.BatchNorm1d)
+    assert isinstance(build(preset("paper", task="retrieval")).standard, torch.nn.Identity)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 10), (2, 1, 71)])
@@ -94,11 +98,12 @@ def test_wrong_tokens(shape):
 
 def test_all_methods_start_from_the_same_weights():
     states = [
-        build(recipe("laptop", "listops", method)).state_dict() for method in ("softmax", "performer", "lln_diag")
+        build(preset("laptop", task="listops", attention=method)).state_dict()
+        for method in ("softmax", "performer", "lln_diag")
     ]
     for name, value in states[0].items():
         assert all(torch.equal(value, state[name]) for state in states[1:]), name
-    other = build(recipe("laptop", "listops", "softmax", seed=1)).state_dict()
+    other = build(preset("laptop", task="listops", attention="softmax", seed=1)).state_dict()
     assert not torch.equal(states[0]["embedding.weight"], other["embedding.weight"])
 
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from lln.tasks.data.folder import cached_file, file_digest, hashed_share, require
 from lln.tasks.data.order import draws
-from lln.tasks.data.progress import progress
+from lln.terminal import Progress
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Split = Literal["train", "validation"]
@@ -134,7 +134,7 @@ def _split(path: Path, names: Sequence[str]) -> tuple[list[_Entry], int]:
 
 def _decode(archive: zipfile.ZipFile, names: Sequence[str], size: int, draft: Path) -> None:
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(names), size, size, 3)}
-    with draft.open("wb") as file, progress("decoding images", len(names)) as advance:
+    with draft.open("wb") as file, Progress("decoding images", len(names)) as bar:
         np.lib.format.write_array_header_1_0(file, header)
         for name in names:
             try:
@@ -143,7 +143,7 @@ def _decode(archive: zipfile.ZipFile, names: Sequence[str], size: int, draft: Pa
             except (OSError, zlib.error, zipfile.BadZipFile) as error:
                 raise ValueError(f"{archive.filename}: entry {name!r} is damaged or no image ({error})") from error
             file.write(pixels.tobytes())
-            advance()
+            bar.advance()
 
 
 def _draw(size: int, classes: int, rng: np.random.Generator) -> tuple[Array, Array]:

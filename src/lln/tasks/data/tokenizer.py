@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, RobertaTokenize
 
 from lln.tasks.data.folder import cached_file, digest, require
 from lln.tasks.data.lines import read_lines
-from lln.tasks.data.progress import progress
+from lln.terminal import Progress
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
 # In the order of RoBERTa's ids; there <mask> comes last, here it is 4 whatever the size of the vocabulary.
@@ -134,7 +134,7 @@ def _identity(tokenizer: PreTrainedTokenizerFast) -> str:
 def _tokenised(documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, last: int) -> Iterable[Any]:
     """The tokens of a batch of documents at a time, each document followed by `last`."""
     marks = set(tokenizer.all_special_tokens) - {tokenizer.unk_token}
-    with progress("tokenising", len(documents)) as advance:
+    with Progress("tokenising", len(documents)) as bar:
         for start in range(0, len(documents), BATCH):
             batch = documents[start : start + BATCH]
             encoded = dict[int, list[int]]()
@@ -146,7 +146,7 @@ def _tokenised(documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, las
                     ids = tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
                     encoded.update(zip(chosen, ids, strict=True))
             yield np.concatenate([np.array([*encoded[i], last], dtype=np.int32) for i in range(len(batch))])
-            advance(len(batch))
+            bar.advance(len(batch))
 
 
 def _trained(documents: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -1,20 +1,19 @@
-"""`lln lra bench`: what a training step costs on each task at the published length, the paper's table 4.
+"""`lln bench lra`: what a training step costs on each task at the published length, the paper's table 4.
 
 Time: all methods in turns in one process, forward, backward and optimiser, on full-length inputs without padding.
-Memory: one step in a fresh process for each method, the peak over what the process held before it.
+Memory: one step in a new process for each method, the peak over what the process held before it.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from lln.bench.measure import time_in_turns
-from lln.tasks.lra.examples import TASKS, task_named
-from lln.tasks.lra.model import OPTIONS, Classifier, Shape, build_attention
+from lln.bench.measure import peak_bytes, reset_peak, time_in_turns
+from lln.bench.new_process import in_new_process
+from lln.tasks.lra.config import OPTIONS
+from lln.tasks.lra.model import Classifier, Shape, build_attention
+from lln.tasks.lra.registry import TASKS, task_named
 
 METHODS = (
     "softmax_explicit",
@@ -26,7 +25,7 @@ METHODS = (
     "lln",
     "lln_diag",
 )
-TOKENS = 8192  # in a step: what the explicit matrices at 4,000 tokens leave room for
+TOKENS = 8192  # in a step: what the explicit matrices at 4,000 tokens leave memory for
 
 
 def batch_size(task: str) -> int:
@@ -93,9 +92,13 @@ def compare(
 
 def peak_memory(task: str, method: str, *, length: int, batch: int, seed: int = 0) -> int:
     """Peak bytes of a training step, beyond the process, the model and the libraries that it has loaded."""
-    job = {"task": task, "method": method, "length": length, "batch": batch, "seed": seed}
-    command = [sys.executable, "-m", "lln.tasks.lra.peak", json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"measuring the memory of {job} failed:\n{done.stderr.strip()}")
-    return int(done.stdout)
+    return in_new_process(_peak, task, method, length, batch, seed)
+
+
+def _peak(task: str, method: str, length: int, batch: int, seed: int) -> int:
+    training_step(task, method, length=64, batch=1, seed=seed)()  # loads what is loaded at first use
+    step = training_step(task, method, length=length, batch=batch, seed=seed)
+    reset_peak()
+    before = peak_bytes()
+    step()
+    return peak_bytes() - before

@@ -1,4 +1,4 @@
-"""Examples of a task in memory, the batches made from them, and what there is to know about a task.
+"""Examples of a task in memory, and the batches made from them.
 
 An example is one sequence of symbols (two in retrieval) and a label. Symbols are bytes 0 to 255, held end to end in one
 array; a batch holds symbol + 1, so that 0 is padding and nothing else.
@@ -16,41 +16,7 @@ from torch import Tensor
 PADDING = 0
 SPLITS = ("train", "valid", "test")
 
-
-@dataclass(frozen=True)
-class Task:
-    """What is asked, and how large it is as published."""
-
-    name: str
-    title: str  # as in the tables
-    length: int  # of the longest input; longer ones are cut
-    symbols: int
-    classes: int
-    about: str
-    towers: int = 1  # sequences in an example
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens: the symbols and padding."""
-        return self.symbols + 1
-
-
-TASKS = {
-    task.name: task
-    for task in (
-        Task("text", "Text (4k)", 4000, 256, 2, "Is a film review good or bad? IMDB, byte by byte."),
-        Task("listops", "ListOps (2k)", 2000, 15, 10, "What is the value of a nested expression of lists?"),
-        Task("retrieval", "Retrieval (4k)", 4000, 256, 2, "Do two documents belong together? Byte by byte.", towers=2),
-        Task("pathfinder", "Pathfinder (1k)", 1024, 256, 2, "Do two dots lie on the same dashed path?"),
-        Task("image", "Image (1k)", 1024, 256, 10, "What does a grey picture show? CIFAR-10, pixel by pixel."),
-    )
-}
-
-
-def task_named(name: str) -> Task:
-    if name not in TASKS:
-        raise ValueError(f"no task is called {name!r}; there are: {', '.join(TASKS)}")
-    return TASKS[name]
+Splits = Mapping[str, "Examples"]
 
 
 @dataclass(frozen=True)
@@ -142,24 +108,3 @@ def collate(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
             tower[: len(symbols)] = symbols
             tower[: len(symbols)] += 1
     return {"tokens": torch.from_numpy(tokens), "labels": torch.tensor([example["labels"] for example in examples])}
-
-
-@dataclass(frozen=True)
-class Data:
-    """The splits of a task and where they come from, as results name it."""
-
-    task: Task
-    source: str
-    splits: Mapping[str, Examples]
-
-    def __post_init__(self) -> None:
-        assert tuple(self.splits) == SPLITS
-        for name, examples in self.splits.items():
-            if not len(examples):
-                raise ValueError(f"{self.task.name} ({self.source}) has no {name} examples")
-            low, high = examples.labels.min(), examples.labels.max()
-            if low < 0 or high >= self.task.classes:
-                raise ValueError(
-                    f"{self.task.name} ({self.source}) has {name} labels from {low} to {high}; "
-                    f"expected 0 to {self.task.classes - 1}"
-                )

@@ -15,13 +15,15 @@ from random import Random
 import numpy as np
 
 from lln.tasks.data.lines import read_table
-from lln.tasks.lra.cache import Arrays, in_blocks
-from lln.tasks.lra.examples import TASKS, Examples, Sequences
+from lln.tasks.lra.examples import Examples, Sequences, Splits
+from lln.tasks.lra.generated import Arrays, in_blocks
+from lln.tasks.lra.task import Generator, Task
 
 MAX_DEPTH, MAX_ARGUMENTS = 10, 10
 OPERATOR_PROBABILITY = 0.25
 SHORTER_THAN, LONGER_THAN = 2000, 500
 BLOCK = 250
+LENGTH = 2000
 
 
 def _median(values: Sequence[int]) -> int:
@@ -99,6 +101,13 @@ def generate(count: int, *, seed: int, workers: int | None = None) -> Examples:
     return Examples((Sequences(made["symbols"], starts),), made["labels"])
 
 
+def read(folder: Path) -> tuple[str, Splits]:
+    files = {"train": "train", "valid": "val", "test": "test"}
+    return "published files", {
+        split: read_tsv(folder / "listops" / f"basic_{ending}.tsv") for split, ending in files.items()
+    }
+
+
 def read_tsv(path: Path) -> Examples:
     """The published format: a header, then Source<TAB>Target, with or without parentheses."""
     sources, targets = [], []
@@ -110,7 +119,7 @@ def read_tsv(path: Path) -> Examples:
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         targets.append(int(row["Target"]))
-    return Examples((Sequences.of(sources, length=TASKS["listops"].length),), np.array(targets, dtype=np.int64))
+    return Examples((Sequences.of(sources, length=LENGTH),), np.array(targets, dtype=np.int64))
 
 
 def _scan(expression: str) -> Iterable[tuple[int, int]]:
@@ -153,3 +162,23 @@ def _block(seed: int, index: int, count: int) -> Arrays:
         "lengths": np.array([len(symbols) for symbols, _ in drawn], dtype=np.int64),
         "labels": np.array([value for _, value in drawn], dtype=np.int64),
     }
+
+
+TASK = Task(
+    name="listops",
+    title="ListOps (2k)",
+    length=LENGTH,
+    symbols=len(SYMBOLS),
+    classes=10,
+    about="What is the value of a nested expression of lists?",
+    presets={
+        "laptop": {"steps": 700, "batch_size": 16, "learning_rate": 3e-3, "examples": 12_000},
+        "paper": {"batch_size": 32, "learning_rate": 1e-4, "warmup_steps": 1000},
+    },
+    read=read,
+    files="listops/basic_{train,val,test}.tsv",
+    published="listops",
+    # As many held out as published, whatever there is to train on.
+    generator=Generator(generate, examples=96_000, held_out=lambda train: 2000),
+    decode=decode,
+)

@@ -18,17 +18,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lln import zoo
-from lln.tasks.lra.examples import PADDING, Task
+from lln.tasks.lra.examples import PADDING
+from lln.tasks.lra.task import Task
 
 INIT_STD = 0.02  # of embeddings
 SIMILAR = 0.8  # rows are encoded together with a longest one if they have at least this share of its length
-# Options of the comparison's public configuration. Skyformer's 128 landmarks are 64 queries and 64 keys.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "reformer": {"rounds": 2, "shared_qk": True},
-    "performer": {"num_features": 128},
-    "skyformer": {"num_landmarks": 64},
-    "nystrom": {"num_landmarks": 128},
-}
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lln.tasks.lra.cache import Arrays, in_blocks
 from lln.tasks.lra.examples import Examples, Sequences
+from lln.tasks.lra.generated import Arrays, in_blocks
+from lln.tasks.lra.task import Generator, Task
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -196,3 +197,21 @@ def _dash_ends(points: Floats) -> tuple[Floats, Floats]:
 
 def _directions(headings: NDArray[np.float64]) -> Floats:
     return np.stack((np.sin(headings), np.cos(headings)), axis=-1).astype(np.float32)
+
+
+TASK = Task(
+    name="pathfinder",
+    title="Pathfinder (1k)",
+    length=SIZE**2,
+    symbols=256,
+    classes=2,
+    about="Do two dots lie on the same dashed path?",
+    presets={
+        "laptop": {"steps": 300, "batch_size": 16, "learning_rate": 1e-3, "examples": 16_000},
+        "paper": {"batch_size": 128, "learning_rate": 2e-4, "warmup_steps": 312},
+    },
+    # An eighth each is held out, as published.
+    generator=Generator(generate, examples=160_000, held_out=lambda train: -(-train // 8), dashes=DASHES),
+    answers=("two paths", "one path"),
+    is_picture=True,
+)

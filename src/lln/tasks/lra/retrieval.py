@@ -12,16 +12,31 @@ from pathlib import Path
 
 import numpy as np
 
-from lln.tasks.data.folder import hashed_share
+from lln.tasks.data.folder import hashed_share, require
 from lln.tasks.data.lines import read_jsonl, read_lines
-from lln.tasks.lra.examples import TASKS, Examples, Sequences
+from lln.tasks.lra.examples import Examples, Sequences, Splits
+from lln.tasks.lra.task import Task
 
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
 SHORTEST = 1000  # bytes of an article: less leaves little to compare
 CUT = (0.35, 0.65)  # the share of an article before its cut
 VALID_SHARE, TEST_SHARE = 0.05, 0.15
 ROUNDS = {"train": 4, "valid": 2, "test": 1}
-LENGTH = TASKS["retrieval"].length
+LENGTH = 4000
+FILES = "aan/new_aan_pairs.{train,eval,test}.tsv (as published) or wikipedia/enwiki.jsonl.gz (our stand-in)"
+
+
+def read(folder: Path) -> tuple[str, Splits]:
+    if (folder / "aan").is_dir():
+        files = {"train": "train", "valid": "eval", "test": "test"}
+        return "ACL Anthology Network", {
+            split: read_pairs(folder / "aan" / f"new_aan_pairs.{ending}.tsv") for split, ending in files.items()
+        }
+    path = require(folder / "wikipedia" / "enwiki.jsonl.gz", f"Wikipedia articles, or {FILES}")
+    return "wikipedia passages, ours", {
+        split: passages(articles, rounds=ROUNDS[split], seed=number)
+        for number, (split, articles) in enumerate(read_articles(path).items())
+    }
 
 
 def read_pairs(path: Path) -> Examples:
@@ -90,3 +105,21 @@ def _cut(text: bytes, share: float) -> tuple[bytes, bytes]:
 def _pairs(texts: list[tuple[bytes, bytes]], labels: list[int]) -> Examples:
     towers = (Sequences.of((pair[tower] for pair in texts), length=LENGTH) for tower in (0, 1))
     return Examples(tuple(towers), np.array(labels, dtype=np.int64))
+
+
+TASK = Task(
+    name="retrieval",
+    title="Retrieval (4k)",
+    length=LENGTH,
+    symbols=256,
+    classes=2,
+    about="Do two documents belong together? Byte by byte.",
+    presets={
+        "laptop": {"steps": 400, "batch_size": 16, "learning_rate": 1e-3, "standardise": True},
+        "paper": {"batch_size": 16, "learning_rate": 2e-4, "warmup_steps": 800},
+    },
+    towers=2,
+    read=read,
+    files=FILES,
+    answers=("not together", "together"),
+)

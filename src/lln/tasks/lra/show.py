@@ -1,4 +1,4 @@
-"""`lln data show`: a few examples of a task to look at, as text and, of pictures, as a PNG."""
+"""`lln lra data show`: a few examples of a task to look at, as text and, of pictures, as a PNG."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,35 +6,27 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lln.tasks.lra import listops
-from lln.tasks.lra.examples import Data
+from lln.tasks.lra.registry import TASKS
+from lln.tasks.lra.task import Data
 
 SHADES = " ░▒▓█"
-PICTURES = {"pathfinder", "image"}
-CIFAR = ("airplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-ANSWERS = {
-    "text": ("bad", "good"),
-    "retrieval": ("not together", "together"),
-    "pathfinder": ("two paths", "one path"),
-    "image": CIFAR,
-}
 SIDE, ZOOM, BORDER = 32, 6, 1
 
 
 def shown(data: Data, *, split: str, count: int, letters: int = 600) -> Iterator[str]:
     """The first examples of a split, each as a block of text."""
-    name, examples = data.task.name, data.splits[split]
+    task, examples = data.task, data.splits[split]
     for index in range(min(count, len(examples))):
         label = int(examples.labels[index])
-        answer = ANSWERS[name][label] if name in ANSWERS else str(label)
+        answer = task.answers[label] if task.answers else str(label)
         size = " and ".join(f"{len(sequences[index]):,}" for sequences in examples.inputs)
         parts = [f"{split} {index}, {size} tokens, label {label}: {answer}"]
         for sequences in examples.inputs:
             symbols = sequences[index]
-            if name in PICTURES:
+            if task.is_picture:
                 parts.append(terminal_picture(symbols.reshape(SIDE, SIDE)))
             else:
-                text = listops.decode(symbols) if name == "listops" else bytes(symbols).decode("utf-8", "replace")
+                text = task.decode(symbols)
                 parts.append(text if len(text) <= letters else f"{text[:letters]} ...")
         yield "\n".join(parts)
 
@@ -47,8 +39,9 @@ def terminal_picture(pixels: NDArray[np.uint8]) -> str:
 
 def draw(data: Data, path: Path, *, split: str, count: int) -> None:
     """The first examples of a split, which are pictures, side by side in a PNG."""
-    if data.task.name not in PICTURES:
-        raise ValueError(f"{data.task.name} has no pictures: --out is for {' and '.join(sorted(PICTURES))}")
+    if not data.task.is_picture:
+        pictures = " and ".join(name for name, task in TASKS.items() if task.is_picture)
+        raise ValueError(f"{data.task.name} has no pictures: --out is for {pictures}")
     from PIL import Image
 
     examples = data.splits[split]

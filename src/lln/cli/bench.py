@@ -1,0 +1,344 @@
+"""`lln bench`: time and memory on this machine, and the forms of LLN on a pretrained model.
+
+Every command measures, prints tables, and writes a result file if asked.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lln.cli.options import Json, Options, Seed, command_line, names, numbers
+from lln.terminal import Progress, errors, print_table, print_tables
+
+if TYPE_CHECKING:
+    from lln.bench.recording import Recording
+    from lln.report.goals import Goal
+    from lln.report.table import Table
+    from lln.results import Result, Row
+
+app = typer.Typer(help="Speed and memory on this machine.", no_args_is_help=True)
+
+Lengths = Annotated[str | None, typer.Option(help="Numbers of tokens, separated by commas; by default all of them.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Record the numbers in this result file (.jsonl), pictures beside it; a run that was stopped continues."
+    ),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what --out already has.")]
+Goals = Annotated[bool, typer.Option("--goals", help="Say which of the library's goals are met.")]
+MaxSeconds = Annotated[float, typer.Option(help="Leave out, and predict, calls of more seconds than this.")]
+
+
+@app.command("attention")
+def attention(
+    context: typer.Context,
+    lengths: Lengths = None,
+    mechanisms: Annotated[
+        str | None, typer.Option(help="What to compare, separated by commas; also names of `lln zoo`.")
+    ] = None,
+    heads: int = 12,
+    head_dim: int = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    causal: Annotated[bool, typer.Option("--causal", help="A token sees those before it alone.")] = False,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="No gradients.")] = False,
+    seconds: Annotated[float, typer.Option(help="Measure each length about this long.")] = 4.0,
+    max_seconds: MaxSeconds = 10.0,
+    seed: Seed = 0,
+    out: Out = None,
+    fresh: Fresh = False,
+    goals: Goals = False,
+    json: Json = False,
+) -> None:
+    """Attention from 128 to 16,384 tokens: LLN, LLN+Diag, softmax, others, and what no kernel can beat."""
+    from lln.bench import candidates
+    from lln.bench.attention import LENGTHS, PASSES, compare_attention, kernel_in_use
+    from lln.report.goals import ATTENTION_GOALS, check
+    from lln.report.speed import attention_tables
+    from lln.report.speed_pictures import draw_attention
+
+    setting = candidates.Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal)
+    tokens, chosen = numbers("--lengths", lengths, LENGTHS), names("--mechanisms", mechanisms, candidates.MECHANISMS)
+    for name in chosen:
+        candidates.check_name(name)
+    passes = PASSES[:1] if forward_only else PASSES
+    origins = {name: candidates.origin(name, setting) for name in chosen}
+    described = asdict(setting) | {"origins": origins, "seconds": seconds, "max_seconds": max_seconds}
+    run = f"attention-{dtype}{'-causal' if causal else ''}"
+    recording = _recording(context, out, run, described, seed, fresh, kernel_in_use(setting))
+    if goals:
+        check((), recording.result)  # refuses another setting before anything is measured
+    recording.drop_incomplete(chosen, "pass", "tokens")
+    rows = compare_attention(
+        tokens,
+        chosen,
+        heads=heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+        passes=passes,
+        seconds=seconds,
+        max_seconds=max_seconds,
+        seed=seed,
+        done=recording.rows,
+    )
+    _measure(recording, rows, total=len(tokens) * len(chosen) * len(passes))
+    _finish(recording, attention_tables, draw_attention, json, ATTENTION_GOALS if goals else ())
+
+
+@app.command("model")
+def model(
+    context: typer.Context,
+    lengths: Lengths = None,
+    mechanisms: Annotated[
+        str | None, typer.Option(help="Some of eager, sdpa, nystrom, lln, lln_diag, separated by commas.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Repeat short steps, up to three times, for about this long.")] = 60.0,
+    max_seconds: MaxSeconds = 40.0,
+    seed: Seed = 0,
+    out: Out = None,
+    fresh: Fresh = False,
+    json: Json = False,
+) -> None:
+    """Table 2: one training step of RoBERTa-base, batch 1, from 512 to 16,384 tokens."""
+    from lln.bench.attention import kernel_in_use
+    from lln.bench.candidates import Setting
+    from lln.bench.model import LENGTHS, MECHANISMS, ROBERTA_BASE, compare_training
+    from lln.paper import table2
+
+    tokens, chosen = numbers("--lengths", lengths, LENGTHS), names("--mechanisms", mechanisms, MECHANISMS)
+    described = asdict(ROBERTA_BASE) | {"seconds": seconds, "max_seconds": max_seconds}
+    recording = _recording(context, out, table2.RUN, described, seed, fresh, kernel_in_use(Setting()))
+    recording.drop_incomplete(chosen, "tokens")
+    limits: dict[str, Any] = {"seconds": seconds, "max_seconds": max_seconds}
+    rows = compare_training(tokens, chosen, setting=ROBERTA_BASE, seed=seed, done=recording.rows, **limits)
+    _measure(recording, rows, total=len(tokens) * len(chosen))
+    _finish(recording, table2.parts, table2.draw, json)
+
+
+@app.command("decode")
+def decode(
+    context: typer.Context,
+    lengths: Lengths = None,
+    heads: int = 12,
+    head_dim: int = 64,
+    seconds: Annotated[float, typer.Option(help="Time the steps about this long.")] = 60.0,
+    seed: Seed = 0,
+    out: Out = None,
+    fresh: Fresh = False,
+    goals: Goals = False,
+    json: Json = False,
+    model: Annotated[
+        str | None, typer.Option(help="Time a transformers model from this folder instead, softmax against converted.")
+    ] = None,
+    attention: Annotated[str, typer.Option(help="With --model: the mechanism that it is converted to.")] = "lln_diag",
+    option: Options = [],  # noqa: B006
+) -> None:
+    """What one more token costs after 1k to 128k tokens: LLN's state against a growing key-value cache.
+
+    With --model: what it costs a whole model after 64 and 8,192 tokens (or --lengths).
+    """
+    if model is not None:
+        if goals or out is not None:
+            raise ValueError("--model only prints its table; leave --goals and --out out")
+        print_table(_decode_model(model, lengths, seconds, seed, attention, option), as_json=json)
+        return
+    if option or attention != "lln_diag":
+        raise ValueError("--attention and --option are for --model")
+    from lln.bench.attention import kernel_in_use
+    from lln.bench.candidates import Setting
+    from lln.bench.decode import CONTEXTS, compare_decoding, steps
+    from lln.report.goals import DECODE_GOALS, check
+    from lln.report.speed import decode_tables
+    from lln.report.speed_pictures import draw_decode
+
+    tokens = numbers("--lengths", lengths, CONTEXTS)
+    sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim}
+    described = sizes | {"dtype": "float32", "seconds": seconds}
+    recording = _recording(context, out, "decode", described, seed, fresh, kernel_in_use(Setting(**sizes)))
+    if goals:
+        check((), recording.result)
+    if {row["tokens"] for row in recording.rows} >= set(tokens):
+        errors.print(f"{out} already has all of this; --fresh measures it anew.")
+    else:  # all contexts are timed in the same rounds, so nothing of an earlier run can be kept
+        recording.drop(recording.rows)
+        _warn_of_noise(recording)
+        with Progress("decode", steps(tokens)) as bar:
+            rows = list(compare_decoding(tokens, seconds=seconds, seed=seed, on_step=bar.advance, **sizes))
+        for row in rows:
+            recording.add(row)
+    _finish(recording, decode_tables, draw_decode, json, DECODE_GOALS if goals else ())
+
+
+@app.command("forms")
+def forms(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder saved by save_pretrained, or a model type such as bert.")],
+    text: Annotated[Path, typer.Option(help="A text file to measure on.")],
+    calibration: Annotated[
+        Path | None, typer.Option(help="Another one, for the statistics of a causal model; left out, what follows.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    sequences: Annotated[int, typer.Option(help="Sequences to measure on.")] = 2,
+    block_size: Annotated[int, typer.Option(help="Tokens in the blocks and the window of softmax attention.")] = 64,
+    loss: Annotated[bool, typer.Option("--loss", help="Also the loss of the whole model, if it is causal.")] = False,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Record the numbers in this result file (.jsonl).")] = None,
+    json: Json = False,
+) -> None:
+    """How near LLN in all its forms, and other linear attention, is to a model's softmax attention, untrained."""
+    from lln.bench.forms import Comparison
+    from lln.report.speed import forms_tables
+
+    other = None if calibration is None else _read_text("calibration", calibration)
+    described: dict[str, Any] = {"length": length, "sequences": sequences, "block_size": block_size}
+    comparison = Comparison(model, _read_text("text", text), calibration=other, loss=loss, seed=seed, **described)
+    name = Path(model).name
+    described |= {"model": name, "layers": len(comparison.layers), "notes": comparison.notes}
+    recording = _recording(context, out, name, described, seed, True, None)
+    with Progress("forms", comparison.steps) as bar:
+        recording.rows += comparison.run(bar.advance)
+    _finish(recording, forms_tables, None, json)
+
+
+@app.command("spine")
+def spine(
+    context: typer.Context,
+    parts: Annotated[str | None, typer.Option(help="What to compare, separated by commas; by default all.")] = None,
+    lengths: Lengths = None,
+    before: Annotated[Path | None, typer.Option(help="A checkout of an earlier commit, to compare calls with.")] = None,
+    model: Annotated[Path | None, typer.Option(help="The folder of a causal language model, for generate.")] = None,
+    seconds: Annotated[float, typer.Option(help="Measure each comparison about this long.")] = 4.0,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Record the numbers in this result file (.jsonl).")] = None,
+    json: Json = False,
+) -> None:
+    """Ratios: calls, forms, windows, packed sequences, states and generation, each against what it stands beside."""
+    from lln.bench.attention import kernel_in_use
+    from lln.bench.candidates import Setting
+    from lln.bench.spine import LENGTHS, PARTS, compare_spine, number_of_rows
+    from lln.report.speed import ratio_tables
+
+    chosen, tokens = names("--parts", parts, PARTS), numbers("--lengths", lengths, LENGTHS)
+    settings = {"parts": chosen, "lengths": tokens, "seconds": seconds}
+    recording = _recording(context, out, "spine", settings, seed, True, kernel_in_use(Setting()))
+    total = number_of_rows(chosen, tokens, before=before is not None, model=model is not None)
+    folder = None if model is None else str(model)
+    rows = compare_spine(chosen, tokens, before=before, model=folder, seconds=seconds, seed=seed)
+    _measure(recording, rows, total=total)
+    _finish(recording, ratio_tables, None, json)
+
+
+@app.command("lra")
+def lra(
+    context: typer.Context,
+    tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas; by default all of them.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Mechanisms of `lln zoo`, separated by commas.")] = None,
+    seconds: Annotated[float, typer.Option(help="Time the methods of a task at least this long.")] = 30.0,
+    seed: Seed = 0,
+    out: Out = None,
+    fresh: Fresh = False,
+    json: Json = False,
+) -> None:
+    """Table 4: time and peak memory of a training step on the Long Range Arena, all methods in turns."""
+    from lln.paper import table4
+    from lln.report.speed import lra_tables
+    from lln.tasks.lra.bench import METHODS, compare
+    from lln.tasks.lra.registry import TASKS
+
+    chosen, compared = names("--tasks", tasks, tuple(TASKS)), names("--methods", methods, METHODS)
+    described = {"tasks": chosen, "methods": compared, "seconds": seconds}
+    recording = _recording(context, out, table4.RUN, described, seed, fresh, None)
+    left = [task for task in chosen if sum(row["task"] == task for row in recording.rows) < len(compared)]
+    recording.drop([row for row in recording.rows if row["task"] in left])
+    rows = compare(left, compared, seconds=seconds, seed=seed)
+    _measure(recording, rows, total=len(chosen) * len(compared))
+    _finish(recording, lra_tables, None, json)
+
+
+def _recording(
+    context: typer.Context,
+    out: Path | None,
+    run: str,
+    settings: dict[str, Any],
+    seed: int,
+    fresh: bool,
+    kernel: dict[str, str | None] | None,
+) -> "Recording":
+    from lln.bench.recording import Recording
+
+    command = command_line(context, "out", "json", "fresh", "goals")
+    return Recording(out, run, command=command, settings=settings, seed=seed, kernel=kernel, fresh=fresh)
+
+
+def _read_text(option: str, path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"--{option} must be a text file, there is none at {path}")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _decode_model(
+    folder: str, lengths: str | None, seconds: float, seed: int, attention: str, options: Sequence[str]
+) -> "Table":
+    from lln.bench.generation import CONTEXTS, compare_generation
+    from lln.report.table import Table
+    from lln.tasks.config import parse_options
+
+    tokens = numbers("--lengths", lengths, CONTEXTS)
+    given: dict[str, Any] = {"attention": attention, "options": parse_options(options)}
+    with Progress("decode", 2 * len(tokens)) as bar:
+        rows = list(compare_generation(folder, tokens, seconds=seconds, seed=seed, on_step=bar.advance, **given))
+    cells = [
+        [
+            f"{row['tokens']:,}, {row['mechanism']}",
+            f"{row['milliseconds']:.2f}",
+            " to ".join(f"{x:.2f}" for x in row["quartiles"]),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+    ]
+    return Table(f"One more token, {folder}", ["context, attention", "ms a token", "quartiles", "of softmax"], cells)
+
+
+def _measure(recording: "Recording", rows: Iterable["Row"], *, total: int) -> None:
+    """Put rows into the recording as they come."""
+    if len(recording.rows) >= total:
+        errors.print(f"{recording.path} already has all of this; --fresh measures it anew.")
+        return
+    _warn_of_noise(recording)
+    with Progress(recording.result.run, total, completed=len(recording.rows)) as bar:
+        for row in rows:
+            recording.add(row)
+            bar.advance()
+
+
+def _warn_of_noise(recording: "Recording") -> None:
+    if not recording.noise["quiet"]:
+        errors.print(
+            f"Others keep {recording.noise['busy_processors']:g} processors busy (load average "
+            f"{recording.noise['load_average']:g}): times will be too long, and ratios uncertain.",
+            style="yellow",
+            soft_wrap=False,
+        )
+
+
+def _finish(
+    recording: "Recording",
+    tables: Callable[["Result"], Sequence["Table"]],
+    draw: Callable[["Result", Path], tuple[Path, ...]] | None,
+    json: bool,
+    goals: Sequence["Goal"] = (),
+) -> None:
+    """Print the tables, write the result file, draw the pictures, and say which goals are met."""
+    from lln.report.goals import check, goals_table
+
+    print_tables(tables(recording.result), as_json=json)
+    if goals:
+        print_table(goals_table(check(goals, recording.result)), as_json=json)
+    if recording.path is not None:
+        recording.write()
+        drawn = () if draw is None else draw(recording.result, recording.path.parent)
+        errors.print("Written: " + ", ".join(map(str, (recording.path, *drawn))))

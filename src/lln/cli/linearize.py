@@ -1,0 +1,47 @@
+"""`lln linearize`: its flags are the fields of `LinearizeConfig`."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from lln.cli.options import changed, parameter, set_parameters, settings_parameters
+from lln.linearize.config import LinearizeConfig
+from lln.terminal import errors
+
+HELP = """Turn a pretrained model linear, and report what was kept.
+
+MODEL is a folder with a Hugging Face model, or a name on the hub where there is a network. The folder --out gets the
+linear model, which lln.hf.from_pretrained opens, and report.html. The same command continues an interrupted run.
+"""
+
+
+def add_command(app: typer.Typer) -> None:
+    def command(
+        model: str,
+        text: Path | None,
+        images: Path | None,
+        preset: str,
+        out: Path | None,
+        data_dir: Path | None,
+        quiet: bool,
+        **flags: Any,
+    ) -> None:
+        config = LinearizeConfig.preset(preset, **changed(flags))
+        if out is None:
+            raise ValueError("say where the linear model is to be written: --out FOLDER")
+        from lln.linearize.command import run  # only now: it brings transformers, accelerate and datasets
+
+        run(model, out, config, text=text, images=images, data_dir=data_dir, quiet=quiet, warn=errors.print)
+
+    learn = "Text to learn from: a file .txt, .jsonl or .jsonl.gz, or a folder."
+    folder = typer.Argument(help="Folder or hub name of the model.")
+    parameters = [
+        parameter("model", str, inspect.Parameter.empty, folder),
+        parameter("text", Path | None, None, typer.Option(help=learn)),
+        parameter("images", Path | None, None, typer.Option(help="Folder of images to learn from, for a ViT.")),
+        *settings_parameters(LinearizeConfig),
+    ]
+    set_parameters(command, parameters)
+    app.command("linearize", help=HELP)(command)

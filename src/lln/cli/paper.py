@@ -1,0 +1,104 @@
+"""`lln show` and `lln reproduce`: the tables and figures of the paper, by the same names."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lln.cli.options import DataDir, Json, Results, Seed
+from lln.terminal import Progress, console, print_table
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command()(show)
+    app.command()(reproduce)
+
+
+def show(
+    name: Annotated[
+        str, typer.Argument(help="table1 to table5, mlm, ablation; figure1, figure2, figure5 to figure10.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the files: Markdown and PNG, or PNG, SVG and CSV.")] = Path(
+        "shown"
+    ),
+    results: Results = Path("results"),
+    head_dim: Annotated[int, typer.Option(help="Of figures 2, 5, 6 and 7, which are measured.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Of figures 2, 5, 6 and 7, which are measured.")] = 1024,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Make a table or a figure of the paper from recorded results; figures 2, 5, 6 and 7 are measured now."""
+    from lln import paper
+
+    if name in paper.tables():
+        made, *paths = paper.table(name, out=out, results=results)
+        print_table(made, as_json=json)
+    elif json:
+        raise ValueError("--json is for tables; the numbers of a figure are in its CSV")
+    else:
+        with Progress(name, 1) as bar:
+            paths = list(
+                paper.figure(
+                    name,
+                    out=out,
+                    results=results,
+                    head_dim=head_dim,
+                    tokens=tokens,
+                    seed=seed,
+                    on_step=lambda done, total: bar.update(done / total),
+                )
+            )
+    if not json:
+        for path in paths:
+            console.print(str(path))
+
+
+def reproduce(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="table1, table3, table5, mlm, ablation, figure1, figure8, figure10, or all but table1 and table5: all."
+        ),
+    ],
+    runs: Annotated[Path, typer.Option(help="Folder for the runs, with their checkpoints.")] = Path("runs"),
+    results: Results = Path("results"),
+    data_dir: DataDir = None,
+    jobs: Annotated[int, typer.Option(help="Runs side by side; they share the cores.")] = 2,
+    model: Annotated[
+        Path | None, typer.Option(help="Of table1: folder with the pretrained encoder that all methods start from.")
+    ] = None,
+    method: Annotated[list[str], typer.Option(help="This method alone; may be given several times.")] = [],  # noqa: B006
+    task: Annotated[list[str], typer.Option(help="This task alone; may be given several times.")] = [],  # noqa: B006
+    seed: Annotated[list[int], typer.Option(help="This seed alone; may be given several times.")] = [],  # noqa: B006
+) -> None:
+    """Train all that a table or figure of the paper shows; the same command continues after any interruption."""
+    if target == "table1":
+        from lln.paper.table1_runs import reproduce_table_1
+
+        reproduce_table_1(
+            model,
+            runs=runs,
+            results=results,
+            data_dir=data_dir,
+            methods=method,
+            tasks=task,
+            seeds=seed,
+            side_by_side=jobs,
+            say=console.print,
+        )
+        return
+    if model is not None:
+        raise ValueError(f"--model is an option of table1, not of {target}")
+    from lln.paper.reproduce import reproduce as run
+
+    run(
+        target,
+        runs=runs,
+        results=results,
+        data_dir=data_dir,
+        methods=method,
+        tasks=task,
+        seeds=seed,
+        side_by_side=jobs,
+        say=console.print,
+    )

@@ -1,0 +1,144 @@
+"""Table 1: GLUE after a pretrained model was made linear by each method, the published row beside ours.
+
+Read from RESULTS/table1.jsonl, a line for each run that `lln reproduce table1` finished.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from lln.instruments.records import read_records
+from lln.report.table import Table
+from lln.zoo import describe
+
+TITLES = {
+    "mnli": "MNLI",
+    "qnli": "QNLI",
+    "qqp": "QQP",
+    "sst2": "SST-2",
+    "cola": "CoLA",
+    "mrpc": "MRPC",
+    "rte": "RTE",
+    "stsb": "STS-B",
+    "imdb": "IMDB",
+}
+OF_THE_PAPER = ("mnli", "qnli", "qqp", "sst2")
+EIGHT = tuple(TITLES)[:8]
+METRIC = {"cola": "matthews", "mrpc": "f1", "stsb": "spearman"}  # accuracy of the others, as in the paper's sources
+
+# Accuracy in per cent, MNLI, QNLI, QQP, SST-2 and their mean, as printed; None where the paper has a dash.
+Published = tuple[float | None, float | None, float | None, float | None, float | None]
+PUBLISHED: dict[str, Published] = {
+    "softmax": (80.3, 87.2, 89.9, 90.6, 87.0),
+    "reformer": (35.4, None, 63.2, 50.9, 49.8),
+    "performer": (58.8, 63.4, 79.1, 81.4, 70.6),
+    "elu": (74.8, 82.5, 86.9, 87.2, 82.8),
+    "longformer": (77.2, None, 85.5, 88.6, 83.7),
+    "transformer_ls": (77.0, 84.8, 86.8, 90.2, 84.7),
+    "tnn": (76.72, 85.06, 88.3, 90.6, 85.17),
+    "transnormer_t2": (77.28, 85.39, 88.56, 90.71, 85.48),
+    "cosformer": (76.7, None, 89.2, 91.0, 85.6),
+    "transnormer_t1": (79.06, 87.0, 88.61, 91.17, 86.46),
+    "flash": (79.45, 87.1, 88.83, 90.71, 86.52),
+    "nystrom": (80.9, 88.7, 86.3, 91.4, 86.8),
+    "lln": (77.0, 85.1, 88.9, 90.6, 85.4),
+    "lln_diag": (80.0, 86.5, 89.7, 91.6, 86.9),
+}
+NOTHING: Published = (None, None, None, None, None)
+# The rows: what is published of the method, if anything, and its title where that is not the mechanism's.
+ROWS: dict[str, tuple[Published, str]] = {name: (published, "") for name, published in PUBLISHED.items()} | {
+    "lln_ours": (NOTHING, "LLN Attention, decomposed (ours)"),
+    "lln_diag_ours": (NOTHING, "LLN+Diag Attention, decomposed, window (ours)"),
+    "hedgehog": (NOTHING, ""),
+}
+Line = dict[str, Any]
+
+
+def make(results: Path, file: str = "table1") -> Table:
+    path = results / f"{file}.jsonl"
+    lines = read_records(path) if path.exists() else []
+    found = {method: {task: _values(lines, method, task) for task in TITLES} for method in ROWS}
+    softmax = found["softmax"]
+    rows = []
+    for method, (published, title) in ROWS.items():
+        cells = [_cell(found[method][task]) for task in TITLES]
+        shares = [_share(found[method], softmax, tasks) for tasks in (OF_THE_PAPER, EIGHT)]
+        rows.append([title or describe(method).title, *map(_number, published), *cells, *shares])
+    columns = ["", *(f"{TITLES[task]} (paper)" for task in OF_THE_PAPER), "avg (paper)", *TITLES.values()]
+    columns += ["of softmax, 4 tasks", "of softmax, 8 tasks"]
+    notes = _notes(lines) if lines else ["Nothing is recorded yet: `lln reproduce table1` writes table1.jsonl."]
+    return Table("Table 1: GLUE [%]", columns, rows, notes)
+
+
+def _values(lines: Sequence[Line], method: str, task: str) -> list[float]:
+    """In per cent, one for each seed."""
+    metric = METRIC.get(task, "accuracy")
+    return [100 * x["metrics"][metric] for x in lines if (x["method"], x["task"]) == (method, task)]
+
+
+def _cell(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return _number(values[0] if values else None)
+    return f"{fmean(values):.1f} ± {stdev(values):.1f}"
+
+
+def _share(found: dict[str, list[float]], softmax: dict[str, list[float]], tasks: Sequence[str]) -> str:
+    """The sum over the tasks as a share of softmax's; a dash where a task is missing."""
+    if not all(found[task] and softmax[task] for task in tasks):
+        return "-"
+    return f"{sum(fmean(found[task]) for task in tasks) / sum(fmean(softmax[task]) for task in tasks):.1%}"
+
+
+def _notes(lines: Sequence[Line]) -> list[str]:
+    stages = sorted({_steps(line["linearize"]) for line in lines if "linearize" in line})
+    tokens = sorted({line["linearize"]["tokens"] for line in lines if "linearize" in line})
+    first = f"Ours: {_listed(lines, 'model')}"
+    if stages:
+        first += (
+            f", made linear by each method in {_counts(stages)} steps ({_counts(tokens)} tokens of text; a mechanism "
+            "with nothing to align or join has those steps in distillation), then fine-tuned; softmax attention is "
+            "fine-tuned as it is. "
+        )
+    else:
+        first += ", fine-tuned. "
+    return [
+        first
+        + "The same budget for every method: "
+        + ", ".join(filter(None, (_budget(lines, x) for x in TITLES)))
+        + ".",
+        "Of two learning rates each run has the one that was better on a tenth of its training examples that was held "
+        "out, chosen with seed 0. Accuracy on the validation examples; CoLA: Matthews correlation, MRPC: F1, STS-B: "
+        "Spearman's correlation. Mean ± standard deviation over seeds where there are several. The published models "
+        "are RoBERTa-base pre-trained with each attention, and fine-tuned on all examples.",
+        _origin(lines),
+    ]
+
+
+def _budget(lines: Sequence[Line], task: str) -> str:
+    of_task = [line for line in lines if line["task"] == task]
+    budgets = sorted({(line["train_examples"], line["steps"]) for line in of_task})
+    return " or ".join(f"{TITLES[task]} {examples:,} examples, {steps} steps" for examples, steps in budgets)
+
+
+def _steps(linearize: dict[str, Any]) -> int:
+    return sum(value for name, value in linearize.items() if name.endswith("_steps"))
+
+
+def _counts(values: Sequence[int]) -> str:
+    return " or ".join(f"{value:,}" for value in values)
+
+
+def _listed(lines: Sequence[Line], name: str) -> str:
+    return ", ".join(sorted({str(line[name]) for line in lines}))
+
+
+def _origin(lines: Sequence[Line]) -> str:
+    machines = sorted(
+        {f"{x['threads']} of {x['machine']['cores']} cores of {x['machine']['processor']}" for x in lines}
+    )
+    return f"{', '.join(machines)} for each run, commit {_listed(lines, 'commit')}, seeds {_listed(lines, 'seed')}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -1,0 +1,50 @@
+"""Terminal output: names and options are text, not markup; progress is for terminals alone."""
+
+import json
+
+import pytest
+
+from lln.report.table import Table
+from lln.tasks.display import Display
+from lln.terminal import Progress, print_table
+
+
+def test_a_bar_shows_the_label_as_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", "200")
+    display = Display("listops-lln:a=[/x]", 4, 0, quiet=False)
+    display.line({"step": 2, "loss": 1.5, "tokens_per_second": 3.0})
+    display.say("Continuing a[/x]:key:" + "/long" * 60)
+    display.close()
+    shown = capsys.readouterr().err
+    assert "listops-lln:a=[/x]" in shown
+    assert "Continuing a[/x]:key:" + "/long" * 60 in shown
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_where_there_is_no_terminal_progress_is_silent_and_results_are_said(capsys, quiet):
+    with Progress("tokenising", 3, quiet=quiet) as bar:
+        bar.advance()
+        bar.update(3, "almost")
+    display = Display("mlm lln", 4, 0, quiet=quiet)
+    display.line({"step": 2, "loss": 1.5, "tokens_per_second": 3.0})
+    display.evaluating(0.5)
+    display.line({"step": 4, "eval_loss": 1.25, "eval_seconds": 3.0})
+    display.close()
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == ("" if quiet else "mlm lln step 4: validation loss 1.2500\n")
+
+
+def test_a_table_is_printed_as_it_is_or_as_json(capsys):
+    table = Table("[/t]", ["[/c]", "d"], [["[red]r", ":key:"]], ["[/n]"])
+    print_table(table)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[/t]", "[/c]", "[red]r", ":key:", "[/n]"))
+    print_table(table, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {
+        "title": "[/t]",
+        "columns": ["[/c]", "d"],
+        "rows": [["[red]r", ":key:"]],
+        "notes": ["[/n]"],
+    }
