@@ -41,7 +41,7 @@ def read_json(path: Path, remedy: str, *, kind: type = dict) -> Any:
 
 
 def processor() -> str:
-    """The name of the processor, as far as the system tells it."""
+    """The name of the processor, as far as the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

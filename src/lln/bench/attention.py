@@ -98,14 +98,15 @@ def _compare_at(
             continue
         timing = timings[name]
         peak = in_new_process(peak_of_call, candidates.OwnInputs(name, setting, backward), tokens)
-        yield row | {
-            "milliseconds": timing.median * 1e3,
-            "quartiles": [timing.low * 1e3, timing.high * 1e3],
-            "repeats": timing.repeats,
-            "ratio": None if first is None else first.median / timing.median,
-            "peak_bytes": peak.peak_bytes,
-            "extra_bytes": peak.extra_bytes,
-        }
+        yield (
+            row
+            | timing.row()
+            | {
+                "ratio": None if first is None else first.median / timing.median,
+                "peak_bytes": peak.peak_bytes,
+                "extra_bytes": peak.extra_bytes,
+            }
+        )
 
 
 def _reason_to_skip(

@@ -63,16 +63,8 @@ def compare_decoding(
             timing = timings[f"{name} {tokens}"]
             held, peak = _memory(name, tokens, states.get((name, tokens)), heads=heads, head_dim=head_dim)
             on_step()
-            yield {
-                "tokens": tokens,
-                "mechanism": name,
-                "milliseconds": timing.median * 1e3,
-                "quartiles": [timing.low * 1e3, timing.high * 1e3],
-                "repeats": timing.repeats,
-                "held_bytes": held,
-                "step_bytes": peak.peak_bytes,
-                "total_bytes": held + peak.peak_bytes,
-            }
+            memory = {"held_bytes": held, "step_bytes": peak.peak_bytes, "total_bytes": held + peak.peak_bytes}
+            yield {"tokens": tokens, "mechanism": name} | timing.row() | memory
 
 
 def steps(contexts: Sequence[int]) -> int:

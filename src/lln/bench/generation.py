@@ -44,14 +44,8 @@ def compare_generation(
             timings = time_in_turns(steps, seconds=seconds / len(contexts), at_most=1000)
             for name, timing in timings.items():
                 on_step()
-                yield {
-                    "tokens": tokens,
-                    "mechanism": name,
-                    "milliseconds": timing.median * 1e3,
-                    "quartiles": [timing.low * 1e3, timing.high * 1e3],
-                    "repeats": timing.repeats,
-                    "ratio": timing.median / timings["softmax"].median,
-                }
+                ratio = timing.median / timings["softmax"].median
+                yield {"tokens": tokens, "mechanism": name} | timing.row() | {"ratio": ratio}
 
 
 def _step(model: Any, ids: torch.Tensor) -> Callable[[], object]:

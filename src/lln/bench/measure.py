@@ -35,6 +35,14 @@ class Timing:
     high: float  # third quartile
     repeats: int
 
+    def row(self) -> dict[str, Any]:
+        """As rows of results have it, in milliseconds."""
+        return {
+            "milliseconds": self.median * 1e3,
+            "quartiles": [self.low * 1e3, self.high * 1e3],
+            "repeats": self.repeats,
+        }
+
 
 def time_in_turns(
     candidates: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, at_least: int = 3, at_most: int = 200
@@ -93,7 +101,7 @@ def peak_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Memory that can be had without swapping; all there is where the system does not tell."""
+    """Memory that can be had without swapping; all there is where the system does not report it."""
     info = Path("/proc/meminfo")
     if info.exists():
         for line in info.read_text().splitlines():

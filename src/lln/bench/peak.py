@@ -72,7 +72,7 @@ def zoo_call(mechanism: str, tokens: int, *, heads: int, head_dim: int, backward
 
 
 def _give_back_what_is_freed() -> None:
-    """Let the C library return memory at once, where it can be told (glibc): what it keeps would hide later use."""
+    """Let the C library return memory at once, where it can (glibc): what it keeps would hide later use."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 1 << 14)

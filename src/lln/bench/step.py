@@ -65,7 +65,7 @@ def _training_step(mechanism: str, tokens: int, setting: ModelSetting, seed: int
 
 
 def _allow_bytes(more: int) -> None:
-    """Let this process have so many bytes more and then fail by itself, where the system tells what it has (Linux)."""
+    """Let this process have so many bytes more and then fail by itself, where its size is known (Linux)."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         taken = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f'The lln command needs {error.name}: pip install "lln-attention[cli]"') from error
 
 from lln.cli import bench, docs, linearize, look, lra, paper, train
+from lln.tasks.schedule import stop_with_scheduler
 
 
 class Verbs(TyperGroup):
@@ -58,4 +59,5 @@ def options(
 
 def main() -> None:
     """Run the command."""
+    stop_with_scheduler()
     app()

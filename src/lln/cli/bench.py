@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lln.cli.options import Json, Options, Seed, command_line, names, numbers
+from lln.cli.options import Json, Options, Seed, bench_command, names, numbers
 from lln.terminal import Progress, errors, print_table, print_tables
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _recording(
 ) -> "Recording":
     from lln.bench.recording import Recording
 
-    command = command_line(context, "out", "json", "fresh", "goals")
+    command = bench_command(context, "out", "json", "fresh", "goals")
     return Recording(out, run, command=command, settings=settings, seed=seed, kernel=kernel, fresh=fresh)
 
 

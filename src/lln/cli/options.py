@@ -42,10 +42,9 @@ def names(option: str, text: str | None, default: Sequence[str]) -> list[str]:
     return parts
 
 
-def command_line(context: typer.Context, *without: str) -> str:
-    """What was asked for, as another would type it: all options that are not as by default, `without` some."""
-    words = [*context.command_path.split()[1:]]
-    words = ["lln", *(words if words[:1] == ["bench"] else ["bench", *words])]
+def bench_command(context: typer.Context, *without: str) -> str:
+    """The command of a measurement as one types it: all options that are not as by default, `without` some."""
+    words = ["lln", "bench", context.info_name or ""]
     for option in context.command.params:
         value = context.params[option.name or ""]
         if option.name in without or value == option.default or value in ([], ()):

@@ -1,7 +1,8 @@
 """`lln show` and `lln reproduce`: the tables and figures of the paper, by the same names."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,18 +37,10 @@ def show(
     elif json:
         raise ValueError("--json is for tables; the numbers of a figure are in its CSV")
     else:
+        sizes = {"head_dim": head_dim, "tokens": tokens, "seed": seed}
         with Progress(name, 1) as bar:
-            paths = list(
-                paper.figure(
-                    name,
-                    out=out,
-                    results=results,
-                    head_dim=head_dim,
-                    tokens=tokens,
-                    seed=seed,
-                    on_step=lambda done, total: bar.update(done / total),
-                )
-            )
+            steps: Callable[[int, int], None] = lambda done, total: bar.update(done / total)  # noqa: E731
+            paths = list(paper.figure(name, out=out, results=results, **sizes, on_step=steps))
     if not json:
         for path in paths:
             console.print(str(path))
@@ -72,33 +65,15 @@ def reproduce(
     seed: Annotated[list[int], typer.Option(help="This seed alone; may be given several times.")] = [],  # noqa: B006
 ) -> None:
     """Train all that a table or figure of the paper shows; the same command continues after any interruption."""
+    options: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir, "side_by_side": jobs}
+    options |= {"methods": method, "tasks": task, "seeds": seed, "say": console.print}
     if target == "table1":
         from lln.paper.table1_runs import reproduce_table_1
 
-        reproduce_table_1(
-            model,
-            runs=runs,
-            results=results,
-            data_dir=data_dir,
-            methods=method,
-            tasks=task,
-            seeds=seed,
-            side_by_side=jobs,
-            say=console.print,
-        )
+        reproduce_table_1(model, **options)
         return
     if model is not None:
         raise ValueError(f"--model is an option of table1, not of {target}")
     from lln.paper.reproduce import reproduce as run
 
-    run(
-        target,
-        runs=runs,
-        results=results,
-        data_dir=data_dir,
-        methods=method,
-        tasks=task,
-        seeds=seed,
-        side_by_side=jobs,
-        say=console.print,
-    )
+    run(target, **options)

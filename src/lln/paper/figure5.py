@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
 
 
 def options(curve: str) -> Options:
-    """What `lln.attention_matrix` and the instruments are told for one of the curves."""
+    """The options of `lln.attention_matrix` and the instruments for one of the curves."""
     given: dict[str, Options] = {
         "softmax": {"kind": "softmax"},
         "lln_variance": {"kind": "lln", "matching": "variance"},

@@ -66,12 +66,12 @@ def within(who: str, of: str, times: float, pass_: str, lengths: Sequence[int]) 
     return Goal(text, times, False, lambda rows: _worst(rows, pass_, "milliseconds", who, of, lengths, max))
 
 
-def growth(who: str, quantity: str, words: str, times: float, pass_: str, short: int, long: int) -> Goal:
+def growth(who: str, quantity: str, noun: str, times: float, pass_: str, short: int, long: int) -> Goal:
     def find(rows: Sequence[Row]) -> Found:
         values = [_value(rows, pass_, quantity, who, tokens) for tokens in (long, short)]
         return None if values[0] is None or not values[1] else (values[0] / values[1], long)
 
-    text = f"{label(who)} {pass_} needs at most {times:g}x the {words} at {long:,} tokens of that at {short:,}"
+    text = f"{label(who)} {pass_} needs at most {times:g}x the {noun} at {long:,} tokens of that at {short:,}"
     return Goal(text, times, False, find)
 
 
@@ -89,13 +89,13 @@ def extra_memory(who: str, share: float, tokens: int) -> Goal:
     return Goal(text, share, False, find, "%")
 
 
-def decode_growth(who: str, quantity: str, words: str, times: float, short: int, long: int) -> Goal:
+def decode_growth(who: str, quantity: str, noun: str, times: float, short: int, long: int) -> Goal:
     def find(rows: Sequence[Row]) -> Found:
         found = {row["tokens"]: row[quantity] for row in rows if row["mechanism"] == who}
         values = [found.get(tokens) for tokens in (long, short)]
         return None if values[0] is None or not values[1] else (values[0] / values[1], long)
 
-    text = f"a decode step of {label(who)} after {long:,} tokens needs at most {times:g}x the {words} after {short:,}"
+    text = f"a decode step of {label(who)} after {long:,} tokens needs at most {times:g}x the {noun} after {short:,}"
     return Goal(text, times, False, find)
 
 
@@ -115,9 +115,9 @@ ATTENTION_GOALS = (
     faster("lln_torch", "paper", 1.3, BOTH, MIDDLE),
 )
 DECODE_GOALS = tuple(
-    decode_growth(who, quantity, words, 1.05, 1024, 131072)
+    decode_growth(who, quantity, noun, 1.05, 1024, 131072)
     for who in ("lln", "lln_diag")
-    for quantity, words in (("milliseconds", "time"), ("total_bytes", "memory"))
+    for quantity, noun in (("milliseconds", "time"), ("total_bytes", "memory"))
 )
 
 

@@ -32,8 +32,8 @@ def attention_tables(result: Result) -> list[Table]:
                 what = "times as fast as" if speeds else "time as a multiple of"
                 title = f"{pass_}: {what} {attention_label(reference)}"
                 tables.append(pivot(title, chosen, attention_label, _ratio_to(times, speeds=speeds)))
-        quantity, words = MEMORY_OF_PASS[pass_]
-        tables.append(pivot(f"{pass_}: {words}", chosen, attention_label, _mebibytes(quantity)))
+        quantity, title = MEMORY_OF_PASS[pass_]
+        tables.append(pivot(f"{pass_}: {title}", chosen, attention_label, _mebibytes(quantity)))
     return tables
 
 

@@ -126,7 +126,7 @@ class TrainConfig(Settings):
     """What every experiment has."""
 
     OTHER_ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # names beside those of the zoo
-    # What a preset gives a mechanism unless it is told otherwise. In a small model from a random start the far part of
+    # What a preset gives a mechanism unless options are given. In a small model from a random start the far part of
     # LLN+Diag is noise at first, and the plain average gives it too much weight: its heads learn the share instead.
     PRESET_OPTIONS: ClassVar[dict[str, dict[str, dict[str, Any]]]] = {
         "laptop": {"lln_diag": {"combine": "ratio", "share": 0.1}}

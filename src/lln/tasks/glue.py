@@ -62,7 +62,7 @@ class Sentences:
 
 
 def pad(examples: list[dict[str, torch.Tensor]], padding: int) -> dict[str, torch.Tensor]:
-    """A batch, padded on the right, with the mask that tells padding."""
+    """A batch, padded on the right, with the mask of what is no padding."""
     lengths = torch.tensor([len(example["input_ids"]) for example in examples])
     width = -(-int(lengths.max()) // MULTIPLE) * MULTIPLE
 

@@ -1,4 +1,7 @@
-"""Jobs in processes of their own, several side by side, each with its share of the cores."""
+"""Jobs in processes of their own, several side by side, each with its share of the cores.
+
+Ctrl-C and SIGTERM end all of them, after a checkpoint each. A job whose scheduler was killed stops in the same way.
+"""
 
 import os
 import signal
@@ -10,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-POLL_SECONDS = 0.5
+POLL_SECONDS, PARENT_SECONDS = 0.5, 2.0
+PARENT = "LLN_SCHEDULER"  # environment variable of a job: the process that started it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,7 @@ class Planned:
     log: Path
     command: Callable[[], list[str]]  # asked for when the job starts: it may depend on what earlier jobs found
     is_finished: Callable[[], bool]
-    record: Callable[[], str]  # records what a finished job found, and returns it in a few words
+    record: Callable[[], str]  # records what a finished job found, and returns a short text on it
     is_ready: Callable[[], bool] = lambda: True  # whether what it starts from is finished
 
 
@@ -61,6 +65,8 @@ def run_jobs(
     finally:  # each saves a checkpoint and ends
         for _, process, _ in running.values():
             process.terminate()
+        for _, process, _ in running.values():
+            process.wait()
         if before is not None:
             signal.signal(signal.SIGTERM, before)
     if failed or left:
@@ -78,6 +84,19 @@ def threads_of_each(side_by_side: int) -> int:
 
 def _start(job: Planned, side_by_side: int) -> subprocess.Popen[bytes]:
     with job.log.open("ab") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads_of_each(side_by_side))}
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads_of_each(side_by_side)), PARENT: str(os.getpid())}
         command = [sys.executable, "-m", "lln.cli", *job.command()]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        # A session of its own: Ctrl-C reaches it through this process, once, since a second signal ends it at once.
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+def stop_with_scheduler() -> None:
+    """In a job: have this process sent SIGTERM when the process that started it is gone."""
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if (parent := os.environ.pop(PARENT, None)) is not None:
+        threading.Thread(target=watch, args=(int(parent),), daemon=True).start()

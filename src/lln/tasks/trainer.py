@@ -239,7 +239,7 @@ class _Trainer(Trainer):
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" not in logs or self.metrics is None:
-            return  # Trainer's own words at the end
+            return  # what Trainer logs at the end
         seconds, tokens = self.seconds - self._since_line[0], self.tokens - self._since_line[1]
         self._since_line = (self.seconds, self.tokens)
         line = {
@@ -263,7 +263,7 @@ class _Trainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The scores over every example, whatever the number of processes and the size of the last batch.
 
-        After the last step there is a checkpoint already, so a wish to stop is heard at once.
+        After the last step there is a checkpoint already, so a stop signal ends it at once.
         """
         began = time.perf_counter()
         set_seed(self.config.seed)
@@ -338,7 +338,7 @@ class _Flow(TrainerCallback):
             self._record()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._record()  # only now: a recorder that is ready for the next step would hear the evaluation
+        self._record()  # only now: a recorder that is ready for the next step would record the evaluation
 
     def _record(self) -> None:
         if self.trainer.recorder is not None:

@@ -102,4 +102,6 @@ def _sync(path: Path) -> None:
 
 
 def _no_cache(path: Path, error: OSError) -> str:
-    return f"cannot write {path} in the cache ({error}): set LLN_CACHE to a folder with room that you may write to"
+    return (
+        f"cannot write {path} in the cache ({error}): set LLN_CACHE to a folder with enough space that you may write to"
+    )

@@ -111,7 +111,7 @@ def two_paths(random: np.random.Generator, starts: Floats, dashes: int) -> Float
 
 
 def distract(random: np.random.Generator, paths: Floats, *, length: int) -> Floats:
-    """Short paths that keep clear of `paths` (S, 2, n, 2): points (S, m, 2); `NOWHERE` where there was no room."""
+    """Short paths that keep clear of `paths` (S, 2, n, 2): points (S, m, 2); `NOWHERE` where there was no space."""
     scenes_, count, ends = len(paths), DISTRACTING // length, paths[:, :, [0, -1]].reshape(-1, 4, 2)
     taken = np.concatenate((paths[:, 0], paths[:, 1]), axis=1)
     found = np.full((scenes_, count, 2 * length, 2), NOWHERE, dtype=np.float32)
