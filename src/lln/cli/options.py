@@ -72,8 +72,7 @@ def settings_parameters(settings: type[Settings]) -> list[inspect.Parameter]:
     kinds = get_type_hints(settings)
     found = [flag("preset", str, "laptop", f"Settings to start from: {', '.join(settings.PRESETS)}.")]
     for field in dataclasses.fields(settings):
-        values = {name: values.get(field.name, field.default) for name, values in settings.PRESETS.items()}
-        help = f"{field.metadata['help']} {_in_presets(values)}".rstrip()
+        help = f"{field.metadata['help']} {_in_presets(settings, field)}".rstrip()
         if field.name == "options":
             found.append(flag("options", list[str], [], help, "--option"))
         elif kinds[field.name] == tuple[float, ...]:  # given again and again
@@ -103,8 +102,18 @@ def set_parameters(command: Any, parameters: Sequence[inspect.Parameter]) -> Non
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def _in_presets(values: Mapping[str, Any]) -> str:
-    """The values that the presets have, once if they are the same."""
+def _in_presets(settings: type[Settings], field: "dataclasses.Field[Any]") -> str:
+    """The values that a field has in the presets, once if they are the same."""
+    values: dict[str, Any] = {name: preset.get(field.name, field.default) for name, preset in settings.PRESETS.items()}
+    if field.name == "options":
+        for preset in values:
+            usual = settings.PRESET_OPTIONS.get(preset, {})
+            texts = [f"{name}: {', '.join(f'{x}={y}' for x, y in given.items())}" for name, given in usual.items()]
+            values[preset] = "; ".join(texts) or None
+    for preset, tasks in settings.TASK_PRESETS.items():
+        found = [task.get(field.name, dataclasses.MISSING) for task in tasks.values()]
+        if any(value is not dataclasses.MISSING for value in found):
+            values[preset] = found[0] if len(set(map(str, found))) == 1 else "depends on the task"
     shown = {name: value for name, value in values.items() if value not in (None, dataclasses.MISSING)}
     if len(shown) == len(values) and len(set(map(str, shown.values()))) == 1:
         return f"({next(iter(shown.values()))})"

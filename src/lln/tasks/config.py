@@ -133,11 +133,7 @@ class TrainConfig(Settings):
     }
 
     attention: str = setting("lln_diag", "Mechanism, as `lln zoo` lists them.")
-    options: Mapping[str, Any] = setting(
-        {},
-        "Option of the mechanism, as block_size=64; may be given several times. The preset laptop has combine=ratio "
-        "and share=0.1 for lln_diag; combine=average is the paper's.",
-    )
+    options: Mapping[str, Any] = setting({}, "Option of the mechanism, as block_size=64; may be given several times.")
     seed: int = setting(0, "Seed of weights, data order, masking, augmentation and dropout.")
     steps: int | None = setting(None, "Optimiser steps; left out, `epochs` counts.")
     epochs: float | None = setting(None, "Passes over the training data; left out, `steps` counts.")
