@@ -4,8 +4,8 @@
      "training": {"step": [...], "loss": [...]}, "evaluations": {...}, "heads": {...}}
 
 `run` is the name by which a run is found, and a file has it once. `settings` is what was asked for, `summary` what was
-found in the end. All that is left are tables of what was measured on the way, stored by columns; a column with the
-same value in all rows is that value alone. Measurements of time and memory have a table `rows`.
+found in the end. `TABLES` are tables of what was measured on the way, by columns; a column with the same value in
+all rows is that value alone. Measurements of time and memory have a table `rows`.
 """
 
 import errno
@@ -24,20 +24,7 @@ from lln.instruments.records import read_records
 
 Row = dict[str, Any]
 PARTIAL = ".partial-"
-# Where a run comes from; what follows "torch" need not be there.
-ORIGIN = (
-    "command",
-    "commit",
-    "seed",
-    "machine",
-    "threads",
-    "torch",
-    "python",
-    "started",
-    "continued",
-    "kernel",
-    "noise",
-)
+TABLES = ("training", "evaluations", "heads", "rows")
 
 
 @dataclass(frozen=True)
@@ -48,13 +35,12 @@ class Result:
     origin: Mapping[str, Any]  # `lln.provenance.provenance`, and when a run was started and continued
     settings: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    tables: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    tables: Mapping[str, Sequence[Row]] = field(default_factory=dict)  # by names of `TABLES`
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> "Result":
-        rest = {key: value for key, value in line.items() if key not in ("run", "settings", "summary", *ORIGIN)}
-        origin = {key: line[key] for key in ORIGIN if key in line}
-        tables = {name: unpack(value) for name, value in rest.items()}
+        tables = {name: unpack(line[name]) for name in TABLES if name in line}
+        origin = {key: value for key, value in line.items() if key not in ("run", "settings", "summary", *TABLES)}
         return cls(line["run"], origin, line["settings"], line.get("summary", {}), tables)
 
     def to_line(self) -> dict[str, Any]:
