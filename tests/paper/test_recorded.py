@@ -316,3 +316,18 @@ def test_jobs_have_names_of_their_own_and_come_after_their_forerunners():
     ):
         with pytest.raises(ValueError, match=message):
             reproduce.jobs(name)
+
+
+def test_every_job_is_a_command_that_lln_train_takes():
+    from typer.main import get_command
+
+    from lln.cli.options import changed
+    from lln.cli.train import EXPERIMENTS, app
+
+    commands = get_command(app).commands
+    for job in [*ALL, *load("table5").JOBS]:
+        _, kind, *arguments = reproduce._command(job, Path("runs"), Path("data"))
+        given = commands[kind].make_context(kind, arguments).params
+        rest = {name: given.pop(name) for name in ("preset", "out", "data_dir", "quiet", "record")}
+        EXPERIMENTS[kind][0].preset(rest["preset"], **changed(given))  # refuses what cannot be
+        assert rest["out"] == Path("runs") / job.name
