@@ -29,7 +29,7 @@ def in_paper_form(problem: Problem) -> Problem:
     """
     if problem.form == "paper" or not problem.far:
         return problem
-    problem, column = centered(_without_padding(problem))
+    problem, column = centered(without_padding(problem))
     alpha, beta = problem.scales()
     groups = problem.query.shape[1] // problem.key.shape[1]
     key = problem.key if groups == 1 else problem.key.repeat_interleave(groups, dim=1)
@@ -39,7 +39,7 @@ def in_paper_form(problem: Problem) -> Problem:
     return replace(problem, form="paper", alpha=alpha, beta=beta, key_weight=weight)
 
 
-def _without_padding(problem: Problem) -> Problem:
+def without_padding(problem: Problem) -> Problem:
     """The problem with zeros in padding: what stands there would reach gradients as 0 times NaN."""
     query = blank_not_finite(problem.query, problem.queries.keep)
     return replace(problem, query=query, key=blank(problem.key, problem.keys.keep))

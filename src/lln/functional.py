@@ -180,10 +180,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, far: bool, near: Near | N
     if prepared is not None:
         return prepared(query, key, value)
     options = {"near": near, **options, "far": far, "signature": signature}
-    return autocast_like_sdpa(_validate_and_attend, query, key, value, **options)
+    return autocast_like_sdpa(attend, query, key, value, **options)
 
 
-def _validate_and_attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -192,6 +192,7 @@ def _validate_and_attend(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
+    """Attention of any kind, `far` and `near` as in `Problem.make`, without regard to autocast."""
     if cu_seqlens is not None:
-        return attend_packed(_validate_and_attend, query, key, value, cu_seqlens, **options)
+        return attend_packed(attend, query, key, value, cu_seqlens, **options)
     return attention(Problem.make(query, key, value, **options), signature)

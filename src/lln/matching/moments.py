@@ -106,8 +106,8 @@ def moments_of(
     if scope == "batch":
         return _batch_moments(query, key, keep_query, keep_key)
     groups = query.shape[1] // key.shape[1]
-    mean_q, covariance_q, _ = _feature_moments(query, keep_query)
-    mean_k, covariance_k, num_keys = _feature_moments(key, keep_key)
+    mean_q, covariance_q, _ = feature_moments(query, keep_query)
+    mean_k, covariance_k, num_keys = feature_moments(key, keep_key)
     if groups > 1:
         mean_k, covariance_k = (x.repeat_interleave(groups, dim=1) for x in (mean_k, covariance_k))
     sigma_q, sigma_k = _entry_sigma(mean_q, covariance_q), _entry_sigma(mean_k, covariance_k)
@@ -207,7 +207,7 @@ def not_finite(x: Tensor, *dims: int) -> Tensor:
     return x.amin(dim=dims, keepdim=True) * 0 + x.amax(dim=dims, keepdim=True) * 0
 
 
-def _feature_moments(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def feature_moments(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (B, H, D) and covariance (B, H, D, D) of the kept tokens, and their number (B, 1).
 
     One pass: each piece is centred around its own mean, and what the means of two pieces differ by is added when they
@@ -215,10 +215,10 @@ def _feature_moments(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Te
     """
     found: tuple[Tensor, Tensor, Tensor] | None = None
     for part, kept in pieces(x, keep, piece_tokens(*x.shape[:2], x.shape[3], device=x.device)):
-        new = _count(part, kept)[..., None]
-        bounded = _bounded(part)
-        new_mean = (bounded.sum(dim=2) + not_finite(part, 2, 3)[..., 0]) / new.clamp(min=1.0)
-        centred = blank(bounded.sub_(new_mean[:, :, None]), kept)
+        new = count_tokens(part, kept)[..., None]
+        entries = bounded(part)
+        new_mean = (entries.sum(dim=2) + not_finite(part, 2, 3)[..., 0]) / new.clamp(min=1.0)
+        centred = blank(entries.sub_(new_mean[:, :, None]), kept)
         new_squares = centred.mT @ centred
         if found is None:
             found = new, new_mean, new_squares
@@ -254,26 +254,26 @@ def _batch_moments(query: Tensor, key: Tensor, keep_query: Tensor | None, keep_k
     shape = query.shape[:2]
     sigma_q, sigma_k = (_unbiased_sigma(x, keep).expand(shape) for x, keep in ((query, keep_query), (key, keep_key)))
     product = _square_of_product(sigma_q, sigma_k)
-    return Moments(sigma_q, sigma_k, product, product, _count(key, keep_key).expand(shape))
+    return Moments(sigma_q, sigma_k, product, product, count_tokens(key, keep_key).expand(shape))
 
 
 def _unbiased_sigma(x: Tensor, keep: Tensor | None) -> Tensor:
     """Standard deviation () of every entry of every kept token."""
-    entries = _count(x, keep).sum() * x.shape[1] * x.shape[3]
+    entries = count_tokens(x, keep).sum() * x.shape[1] * x.shape[3]
     size = piece_tokens(*x.shape[:2], x.shape[3], device=x.device)
-    total = sum(_bounded(part).sum() + not_finite(part, 0, 1, 2, 3).sum() for part, _ in pieces(x, keep, size))
+    total = sum(bounded(part).sum() + not_finite(part, 0, 1, 2, 3).sum() for part, _ in pieces(x, keep, size))
     mean = total / entries.clamp(min=1.0)
-    squares = sum(blank(_bounded(part) - mean, kept).square().sum() for part, kept in pieces(x, keep, size))
+    squares = sum(blank(bounded(part) - mean, kept).square().sum() for part, kept in pieces(x, keep, size))
     return (squares / (entries - 1).clamp(min=1.0)).sqrt()
 
 
-def _entry_sums(part: Tensor, dtype: torch.dtype) -> Tensor:
+def entry_sums(part: Tensor, dtype: torch.dtype) -> Tensor:
     """Mean of the entries of each token, its square, and their variance, (B, H, tokens, 3); 0 for a blank one."""
-    bounded = _bounded(part)
-    origin = bounded[
+    entries = bounded(part)
+    origin = entries[
         ..., :1
     ]  # equal entries must have a variance of exactly 0, which their rounded mean would not give
-    apart = bounded - origin
+    apart = entries - origin
     mean = apart.mean(dim=-1, keepdim=True)
     within = (apart - mean).square().mean(dim=-1).to(dtype)  # torch.var takes ten times as long
     mean = (origin.to(dtype) + mean.to(dtype) + not_finite(part, -1))[..., 0]
@@ -285,7 +285,7 @@ def _prefix_sigmas(x: Tensor, keep: Tensor | None, sums: Tensor, tokens: Tensor,
     size = piece_tokens(*x.shape[:2], x.shape[3], device=x.device)
     sigmas = []
     for (part, _), number in zip(pieces(x, keep, size), cut(tokens, size), strict=True):
-        steps = _entry_sums(part, sums.dtype).cumsum(dim=2)
+        steps = entry_sums(part, sums.dtype).cumsum(dim=2)
         running = sums[:, :, None] + (steps if groups == 1 else steps.repeat_interleave(groups, dim=1))
         mean, square, within = (running / number).unbind(dim=-1)
         sigmas.append((within + (square - mean.square()).clamp(min=0.0)).sqrt().to(accumulator(x.dtype)))
@@ -293,14 +293,14 @@ def _prefix_sigmas(x: Tensor, keep: Tensor | None, sums: Tensor, tokens: Tensor,
     return torch.cat(sigmas, dim=2), sums
 
 
-def _count(x: Tensor, keep: Tensor | None) -> Tensor:
+def count_tokens(x: Tensor, keep: Tensor | None) -> Tensor:
     """Kept tokens of each sample, (B, 1)."""
     if keep is None:
         return torch.full((x.shape[0], 1), x.shape[2], dtype=accumulator(x.dtype), device=x.device)
     return keep.sum(dim=1, keepdim=True).to(accumulator(x.dtype))
 
 
-def _bounded(x: Tensor) -> Tensor:
+def bounded(x: Tensor) -> Tensor:
     return x.clamp(-LARGEST_ENTRY, LARGEST_ENTRY)
 
 

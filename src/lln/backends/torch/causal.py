@@ -54,7 +54,7 @@ def causal_attention(
     weight: Tensor | None = None,
 ) -> tuple[Tensor, KeySummary]:
     """LLN attention of every query to the memory and to the kept keys up to its own, and the memory after the last."""
-    output, mass, values = _CAUSAL(query, key, value, alpha, beta, keep, weight, *memory)
+    output, mass, values = CAUSAL(query, key, value, alpha, beta, keep, weight, *memory)
     return output, KeySummary(mass, values)
 
 
@@ -303,4 +303,4 @@ def _backward(inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Seque
     return found
 
 
-_CAUSAL = Attention(traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward)
+CAUSAL = Attention(traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward)

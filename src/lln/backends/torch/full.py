@@ -53,36 +53,19 @@ def _forward(
 
 
 @in_full_precision
-def _gradients(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    keep: Tensor | None,
-    weight: Tensor | None,
-    *,
-    memory: KeySummary,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value, alpha, beta and weight.
-
-    Through A and S = Bᵀ V, with g the gradient of the output:
+def query_gradients(
+    gradient: Tensor, query: Tensor, alpha: Tensor, memory: KeySummary, *, wants_alpha: bool
+) -> tuple[Tensor, Tensor, KeySummary]:
+    """The gradients of query and alpha, and of the memory, dL and dS, from the gradient g of the output.
 
         da = A * (g Sᵀ - rowsum)       dS = Aᵀ g       dL = sum over queries of da
-        db = B * (V dSᵀ + dL - sum over V of S * dS)   dV = B dS
 
-    where rowsum makes each row of da sum to zero; in db, the sum over keys of B * (V dSᵀ) is the sum over V of S * dS.
+    where rowsum makes each row of da sum to zero.
     """
-    heads = query.shape[1]
     mass, values = memory.mass[:, :, None], memory.values
-    d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))
-    d_alpha, d_beta = (torch.zeros_like(x) for x in (alpha, beta))
-    d_weight = None if weight is None else torch.empty_like(weight)
+    d_query, d_alpha = torch.empty_like(query), torch.zeros_like(alpha)
     d_values, d_mass = torch.zeros_like(values), torch.zeros_like(mass)
-
-    size = size_of_pieces(query, value, heads)
+    size = size_of_pieces(query, values, query.shape[1])
     tokens = chunks(query.shape[2], size)
     rows = zip(tokens, scaled_queries(query, alpha, size), cut(gradient, size), strict=True)
     for part, (q, scale), g in rows:
@@ -92,31 +75,67 @@ def _gradients(
         da = (g @ values.mT).mul_(A)
         da.addcmul_(A, da.sum(dim=-1, keepdim=True), value=-1)
         d_mass += da.sum(dim=2, keepdim=True)
-        if wanted[3]:
+        if wants_alpha:
             add_scale_gradient(d_alpha, da, q, part, query.shape[2])
         d_query[:, :, part] = da.mul_(scale)
+    return d_query, d_alpha, KeySummary(d_mass[:, :, 0], d_values)
 
-    shift = d_mass - (values * d_values).sum(dim=-1)[:, :, None]
-    groups = heads // key.shape[1]
-    size = size_of_pieces(key, value, heads)
+
+@in_full_precision
+def key_gradients(
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    keep: Tensor | None,
+    weight: Tensor | None,
+    *,
+    mass: Tensor,
+    d_values: Tensor,
+    shift: Tensor,
+    wants_beta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of key, value, beta and weight from those of the memory, dS and `shift` = dL - sum over V of S dS.
+
+        db = B * (V dSᵀ + shift)       dV = B dS       B = exp(b - L), with `mass` L
+
+    The sum over keys of B * (V dSᵀ) is the sum over V of S * dS.
+    """
+    heads, mass, shift = mass.shape[1], mass[:, :, None], shift[:, :, None]
+    d_key, d_value, d_beta = torch.empty_like(key), torch.empty_like(value), torch.zeros_like(beta)
+    d_weight = None if weight is None else torch.empty_like(weight)
+    groups, size = heads // key.shape[1], size_of_pieces(key, value, heads)
     keys = weighted_keys(key, value, beta, keep, weight, heads, size)
     columns = zip(chunks(key.shape[2], size), keys, pieces(key, keep, size), scales(beta, key, size), strict=True)
     for part, (b, v), (k, kept), scale in columns:
         B = b.sub_(mass).exp_()
         d_value[:, :, part] = blank(sum_groups(B @ d_values, groups), kept)
         db = (v @ d_values.mT).add_(shift).mul_(B)
-        if wanted[4]:
+        if wants_beta:
             add_scale_gradient(d_beta, blank(db, kept), repeat_heads(k, groups), part, key.shape[2])
         if d_weight is not None:
             d_weight[:, :, part] = blank(db, kept).sum(dim=-1)
         d_key[:, :, part] = blank(sum_groups(db.mul_(scale), groups), kept)
-    return d_query, d_key, d_value, d_alpha, d_beta, d_weight
+    return d_key, d_value, d_beta, d_weight
 
 
 def _backward(inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Sequence[bool]) -> Sequence[Tensor | None]:
-    found = list(_gradients(gradients[0], *inputs, memory=KeySummary(*others), wanted=wanted))
-    found.insert(5, None)  # of `keep`
-    return [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
+    query, key, value, alpha, beta, keep, weight = inputs
+    memory = KeySummary(*others)
+    d_query, d_alpha, found = query_gradients(gradients[0], query, alpha, memory, wants_alpha=wanted[3])
+    shift = found.mass - (memory.values * found.values).sum(dim=-1)
+    d_key, d_value, d_beta, d_weight = key_gradients(
+        key,
+        value,
+        beta,
+        keep,
+        weight,
+        mass=memory.mass,
+        d_values=found.values,
+        shift=shift,
+        wants_beta=wanted[4],
+    )
+    found_all = (d_query, d_key, d_value, d_alpha, d_beta, None, d_weight)  # None: of `keep`
+    return [x if is_wanted else None for x, is_wanted in zip(found_all, wanted, strict=True)]
 
 
 _FULL = Attention(traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward)

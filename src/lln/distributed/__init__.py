@@ -1,0 +1,20 @@
+"""One sequence over several processes, on torch.distributed: traffic does not grow with the length.
+
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))
+    output = lln.distributed.lln_attention(query, key, value, group=mesh["sequence"])     # a part on each process
+
+What LLN attention keeps of a shard of keys is D (Dv + 1) numbers a head, however long the shard. Models are split by
+`parallelize`. Start processes with torchrun.
+"""
+
+from lln.distributed.functional import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.distributed.ranks import MissingRankError, Traffic, record_traffic
+
+__all__ = [
+    "MissingRankError",
+    "Traffic",
+    "block_diagonal_attention",
+    "lln_attention",
+    "lln_diag_attention",
+    "record_traffic",
+]

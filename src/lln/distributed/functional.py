@@ -1,0 +1,100 @@
+"""Attention to a sequence of which every process of a group holds a contiguous part.
+
+    output = lln.distributed.lln_attention(query, key, value, group=mesh["sequence"])
+
+The result is that of `lln.lln_attention` on the whole sequence, in parts: each process has the outputs of its own
+queries. Statistics are those of the whole sequence. Parts are in the order of the ranks, may differ in length and may
+be empty; batch, heads, features, dtype and options must be the same on all processes.
+
+- `key_padding_mask` as a (B, M) bool tensor is for the tokens of this process; as (B,) lengths, for whole sequences.
+- `cu_seqlens` is for the whole row, the same on all processes; sequences may lie across them.
+- alpha, beta and centres that are the same for all tokens must be the same on all processes, and alpha, beta and
+  `key_weight` of tokens are for those of this process.
+
+Every process must call the function, and its backward pass. The loss is the sum of what the processes compute: each
+input gets its whole gradient. What all processes share, as given scales, centres or weights of a model, gets the part
+of this process, to be summed over the group, as with all sequence parallelism.
+"""
+
+from collections.abc import Callable
+from typing import Any, Unpack, get_type_hints
+
+import torch
+from torch import Tensor
+
+import lln.functional as local
+from lln.distributed.core import attend
+from lln.distributed.ranks import Group, find_ranks
+from lln.problem import NearOptions, Options, QueryOptions, autocast_like_sdpa
+
+
+def lln_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, group: Group, **options: Unpack[QueryOptions]
+) -> Tensor:
+    """`lln.lln_attention` of sequences whose parts the processes of a group hold.
+
+    Args:
+        query: (B, H, N, D) the part of this process, as key (B, H_k, M, D) and value (B, H_k, M, Dv).
+        group: a ProcessGroup, or one dimension of a DeviceMesh.
+        **options: those of `lln.lln_attention`.
+
+    Returns:
+        (B, H, N, Dv) for the queries of this process.
+
+    Raises:
+        ValueError: on every process, where one of them has tokens or options that do not fit.
+        lln.distributed.MissingRankError: a process did not take part within the time-out of the group.
+    """
+    return _run(local.lln_attention, QueryOptions, query, key, value, group, far=True, near=None, **options)
+
+
+def block_diagonal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, group: Group, **options: Unpack[NearOptions]
+) -> Tensor:
+    """`lln.block_diagonal_attention` of sequences whose parts the processes of a group hold, see `lln_attention`."""
+    return _run(
+        local.block_diagonal_attention,
+        NearOptions,
+        query,
+        key,
+        value,
+        group,
+        **{"near": "blocks", **options},
+        far=False,
+    )
+
+
+def lln_diag_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, group: Group, **options: Unpack[Options]
+) -> Tensor:
+    """`lln.lln_diag_attention` of sequences whose parts the processes of a group hold, see `lln_attention`."""
+    return _run(local.lln_diag_attention, Options, query, key, value, group, **{"near": "blocks", **options}, far=True)
+
+
+def _run(
+    function: Callable[..., Tensor],
+    options: type,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group,
+    *,
+    far: bool,
+    near: Any,
+    **given: Any,
+) -> Tensor:
+    ranks = find_ranks(group)
+    if ranks.size == 1:
+        return function(query, key, value, **given if near is None else {**given, "near": near})
+    names = get_type_hints(options).keys()
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output: Tensor = _attend(function.__name__, ranks, query, key, value, far=far, near=near, names=names, **given)
+        return output
+
+    return autocast_like_sdpa(run, query, key, value)
+
+
+_attend: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    attend, reason="processes tell each other their lengths, which is no part of a graph"
+)

@@ -1,0 +1,187 @@
+"""What the processes keep of their keys, merged: every row of a state by one process, its owner.
+
+A state has a row for each sample, head and feature l, (L_l, S_l), and rows are independent of each other. So each
+process owns a part of the rows: it receives them from all others, merges them, and sends back what each needs. That is
+twice the size of a state sent by each process, whatever their number, and one code for all that is needed:
+
+    which processes' rows count for process r          full attention: all; causal: those before r;
+                                                       packed sequences: those that hold the same sequence
+
+Shapes: P processes, B batch, R rows of which this process owns some, W their width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lln.backends.torch.summary import KeySummary, absent
+from lln.distributed.ranks import Pending, Ranks
+
+
+class Layout:
+    """Which processes hold parts of the same sequence, and how many kept tokens.
+
+    Args:
+        ranks: the processes.
+        tokens: (P, 2, B) kept queries and kept keys of every process, on the CPU.
+        segments: (P, B) the number of the sequence that a process holds a part of in each sample; -1: none. None: each
+            sample is one sequence.
+    """
+
+    def __init__(self, ranks: Ranks, tokens: Tensor, segments: Tensor | None = None) -> None:
+        self.ranks, self.tokens = ranks, tokens
+        size, batch = tokens.shape[0], tokens.shape[2]
+        self.is_plain = segments is None
+        if segments is None:
+            self.together = torch.ones(size, size, batch, dtype=torch.bool)
+        else:
+            self.together = (segments[:, None] == segments) & (segments >= 0)  # (P, P, B)
+        place = torch.arange(size)
+        self.before = self.together & (place[:, None] > place)[..., None]
+
+    def total(self, side: int) -> Tensor:
+        """(B,) kept queries (0) or keys (1) of the sequences that this process holds parts of."""
+        return self._sum(self.together, side)
+
+    def start(self, side: int) -> Tensor:
+        """(B,) kept queries (0) or keys (1) before this process."""
+        return self._sum(self.before, side)
+
+    def starts(self) -> Tensor:
+        """(P, B) kept keys before each process."""
+        return (self.before * self.tokens[:, 1]).sum(dim=1)
+
+    def _sum(self, which: Tensor, side: int) -> Tensor:
+        return (which[self.ranks.rank] * self.tokens[:, side]).sum(dim=0)
+
+    # Rows and their owners
+
+    def to_owners(self, x: Tensor) -> Pending:
+        """Send rows (R, W) to their owners; what comes is (P, own rows, W)."""
+        sizes = self._sizes(x.shape[0])
+        own = sizes[self.ranks.rank]
+        pending = self.ranks.exchange(x, sizes, [own] * self.ranks.size)
+        return Pending(lambda: pending.wait().view(self.ranks.size, own, *x.shape[1:]))
+
+    def from_owners(self, x: Tensor, rows: int) -> Tensor:
+        """What the owners made of the rows for this process, (R, W), where `x` (P, own rows, W) is for each process."""
+        own = x.shape[1]
+        return self.ranks.exchange(x.flatten(0, 1), [own] * self.ranks.size, self._sizes(rows)).wait()
+
+    def _sizes(self, rows: int) -> list[int]:
+        each, more = divmod(rows, self.ranks.size)
+        return [each + (r < more) for r in range(self.ranks.size)]
+
+    def own_rows(self, which: Tensor, rows: int) -> Tensor:
+        """`which` (P, P, B) for each of the rows that this process owns, (P, P, own rows)."""
+        sizes = self._sizes(rows)
+        first = sum(sizes[: self.ranks.rank])
+        samples = torch.arange(first, first + sizes[self.ranks.rank]) // (rows // which.shape[2])
+        return which[:, :, samples]
+
+    # Sums
+
+    def sum(self, x: Tensor, which: Tensor) -> Tensor:
+        """The sum of x (B, ...) over the processes that count for this one, `which` (P, P, B)."""
+        rows = x.numel()
+        found = self.to_owners(x.reshape(rows, 1)).wait()
+        if self.is_plain and which is self.together:
+            total = found.sum(dim=0).expand_as(found)
+        else:
+            total = _masked_sum(self.own_rows(which, rows).to(x.device), found)
+        return self.from_owners(total, rows).view(x.shape)
+
+
+def _masked_sum(allowed: Tensor, x: Tensor) -> Tensor:
+    """For each process r the sum of x (P, rows, W) over those that are `allowed` (P, P, rows); no 0 times NaN."""
+    return torch.stack([x.where(row[..., None], 0.0).sum(dim=0) for row in allowed])
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of tensors (B, ...) over the processes that hold a sequence, and of the gradients of that sum."""
+
+    @staticmethod
+    def forward(ctx: object, layout: Layout, x: Tensor) -> Tensor:
+        ctx.layout = layout  # type: ignore[attr-defined]
+        return layout.sum(x, layout.together)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[None, Tensor]:
+        refuse_second_order()
+        layout: Layout = ctx.layout  # type: ignore[attr-defined]
+        return None, layout.sum(gradient, layout.together)
+
+
+def refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "lln.distributed has no gradients of gradients; leave create_graph=True out, or use lln.lln_attention in "
+            "one process"
+        )
+
+
+class Merge:
+    """The summaries of the keys of all processes on the way to their owners, and back as what this process needs.
+
+    Full attention needs the summary of all keys, causal attention that of the keys before this process.
+    """
+
+    def __init__(self, layout: Layout, own: KeySummary, *, is_causal: bool) -> None:
+        self.layout, self.is_causal = layout, is_causal
+        self.shape = own.values.shape
+        self.rows = own.mass.numel()
+        self.pending = layout.to_owners(torch.cat((own.mass[..., None], own.values), dim=-1).flatten(0, 2))
+
+    def finish(self) -> KeySummary:
+        found = self.pending.wait()
+        self.allowed = self.layout.own_rows(self.layout.before if self.is_causal else self.layout.together, self.rows)
+        self.allowed = self.allowed.to(found.device)
+        mass, values = found[..., 0], found[..., 1:]
+        self.mass, means = merge_all(mass, values, self.allowed)  # of each process: which the backward pass needs
+        self.after = torch.logaddexp(self.mass, mass)
+        merged = self.layout.from_owners(torch.cat((self.mass[..., None], means), dim=-1), self.rows)
+        merged = merged.view(*self.shape[:3], -1)
+        return KeySummary(merged[..., 0].contiguous(), merged[..., 1:].contiguous())
+
+    def gradients(self, summary: KeySummary, d_mass: Tensor, d_values: Tensor) -> tuple[Tensor, Tensor]:
+        """What the keys of this process get, dS (B, H, D, V) and dL - sum over V of S dS (B, H, D), in units of the
+        mass of the summary that the keys are part of: in full attention the merged one, in causal attention that after
+        this process.
+        """
+        shift = d_mass - (summary.values * d_values).sum(dim=-1)
+        x = self.layout.to_owners(torch.cat((shift[..., None], d_values), dim=-1).flatten(0, 2)).wait()
+        if not self.is_causal:
+            total = x.sum(dim=0).expand_as(x) if self.layout.is_plain else _masked_sum(self.allowed, x)
+        else:
+            later = self.allowed.transpose(0, 1)  # (P, P, rows): those that come after each process
+            # A key's share of a later mass, at most 1.
+            share = (self.after[:, None] - self.mass).clamp(max=0.0).exp().masked_fill(~later, 0.0)
+            total = _mix(share, x, later)
+        found = self.layout.from_owners(total, self.rows).view(*self.shape[:3], -1)
+        return found[..., 1:].contiguous(), found[..., 0].contiguous()
+
+
+def merge_all(mass: Tensor, values: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """For each process the merged mass (P, rows) and mean values (P, rows, V) of those that are allowed."""
+    dtype = mass.dtype
+    masses = mass.expand(allowed.shape).masked_fill(~allowed, absent(dtype))
+    merged = masses.logsumexp(dim=1)
+    share = (masses - merged[:, None]).exp().masked_fill(~allowed, 0.0)
+    return merged, _mix(share, values, allowed)
+
+
+def _mix(share: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
+    """sum over s of share (r, s, rows) values (s, rows, V), in which NaN counts only where it is allowed."""
+    finite = values.isfinite()
+    by_row = values.where(finite, 0.0).transpose(0, 1)  # (rows, P, V)
+    mixed = (share.permute(2, 0, 1) @ by_row).transpose(0, 1)
+    if bool(finite.all()):
+        return mixed
+    odd = allowed.permute(2, 0, 1).to(values.dtype) @ (~finite).to(values.dtype).transpose(0, 1)
+    return mixed.masked_fill(odd.transpose(0, 1) > 0, torch.nan)
+
+
+def rows_of(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors (B, ...) side by side, (B, entries)."""
+    return torch.cat([x.flatten(1) for x in parts], dim=1)
