@@ -12,17 +12,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_world(size, cases, *arguments, timeout=60.0):
+def run_world(size, cases, *arguments, timeout=60.0, together=True):
     """Run `cases(*arguments)`, pairs of a name and a function of the group, in `size` processes.
 
-    Returns what went wrong, {name: {rank: error}}.
+    Without `together`, processes may end at different times, also without a result. Returns what went wrong,
+    {name: {rank: error}}.
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.get_context("forkserver").set_forkserver_preload(["lln", "lln.distributed"])  # imports torch once for all
-        mp.start_processes(_work, (size, folder, timeout, cases, *arguments), size, start_method="forkserver")
+        mp.start_processes(_work, (size, folder, timeout, together, cases, *arguments), size, start_method="forkserver")
         failed = {}
         for rank in range(size):
-            for name, error in torch.load(Path(folder) / f"{rank}.pt").items():
+            found = Path(folder) / f"{rank}.pt"
+            assert found.exists() or not together, f"rank {rank} ended early"
+            for name, error in torch.load(found).items() if found.exists() else ():
                 failed.setdefault(name, {})[rank] = error
     return failed
 
@@ -33,7 +36,7 @@ def report(failed):
     )
 
 
-def _work(rank, size, folder, timeout, cases, *arguments):
+def _work(rank, size, folder, timeout, together, cases, *arguments):
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -48,5 +51,7 @@ def _work(rank, size, folder, timeout, cases, *arguments):
         except Exception as error:
             failed[name] = "".join(traceback.format_exception(error))[-1500:]
     torch.save(failed, os.path.join(folder, f"{rank}.pt"))
+    if not together:
+        os._exit(0)
     dist.barrier()
     dist.destroy_process_group()

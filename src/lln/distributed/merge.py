@@ -172,14 +172,13 @@ def merge_all(mass: Tensor, values: Tensor, allowed: Tensor) -> tuple[Tensor, Te
 
 
 def _mix(share: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
-    """sum over s of share (r, s, rows) values (s, rows, V), in which NaN counts only where it is allowed."""
+    """sum over s of share (r, s, rows) values (s, rows, V), in which NaN and infinities count only where they are allowed."""
     finite = values.isfinite()
     by_row = values.where(finite, 0.0).transpose(0, 1)  # (rows, P, V)
     mixed = (share.permute(2, 0, 1) @ by_row).transpose(0, 1)
     if bool(finite.all()):
         return mixed
-    odd = allowed.permute(2, 0, 1).to(values.dtype) @ (~finite).to(values.dtype).transpose(0, 1)
-    return mixed.masked_fill(odd.transpose(0, 1) > 0, torch.nan)
+    return mixed + _masked_sum(allowed, values.where(~finite, 0.0))
 
 
 def rows_of(parts: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,231 @@
+"""What does not fit and who is missing is named on every process; what is not finite shows as in one process."""
+
+import os
+import re
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_world import report, run_world
+from torch.distributed.device_mesh import init_device_mesh
+
+import lln
+from lln import distributed
+
+
+def tokens(rank, N=12, H=2, D=8, dtype=torch.float32, B=1):
+    return [torch.randn(B, H, N, D, generator=torch.Generator().manual_seed(10 * rank + i)).to(dtype) for i in range(3)]
+
+
+def refused(group, words, call, error=ValueError):
+    """Every process gets an error with these words, and the next call works."""
+    with pytest.raises(error) as found:
+        call(dist.get_rank(group))
+    missing = [word for word in words if not re.search(word, str(found.value))]
+    assert not missing, f"{missing} not in: {found.value}"
+    distributed.lln_attention(*tokens(0), group=group)
+
+
+def differ(group, words, options=None, **sizes):
+    """Rank 1 differs from the others."""
+
+    def call(rank):
+        own = tokens(rank, **(sizes if rank == 1 else {}))
+        given = (options or {}) if rank == 1 else {}
+        distributed.lln_diag_attention(*own, group=group, **given)
+
+    refused(group, words, call)
+
+
+def wrong_call_on_one_rank(group):
+    def call(rank):
+        q, k, v = tokens(rank)
+        distributed.lln_attention(q, k[:, :, :-1] if rank == 2 else k, v, group=group)
+
+    refused(group, ["rank 2: ValueError: key and value must have the same heads and tokens"], call)
+
+
+def other_function(group):
+    def call(rank):
+        function = distributed.lln_attention if rank == 0 else distributed.block_diagonal_attention
+        function(*tokens(rank), group=group)
+
+    refused(group, ["function: lln_attention on rank 0; block_diagonal_attention on ranks 1, 2"], call)
+
+
+def gradients_on_one_rank(group):
+    def call(rank):
+        q, k, v = tokens(rank)
+        distributed.lln_attention(q.requires_grad_(rank == 1), k, v, group=group)
+
+    refused(group, ["gradients of: nothing on ranks 0, 2; query on rank 1"], call)
+
+
+def parts_of_queries_and_keys(group):
+    def call(rank):
+        q, k, v = tokens(rank)
+        cut = 12 if rank == 1 else 8 if rank == 0 else 10
+        keep = torch.ones(1, cut, dtype=torch.bool)
+        other = 8 if rank == 1 else 12 if rank == 0 else 10
+        distributed.lln_attention(q[:, :, :other], k[:, :, :cut], v[:, :, :cut], key_padding_mask=keep, group=group)
+
+    refused(group, ["give query_padding_mask"], call)
+
+
+def packed_errors(group):
+    def call(rank, starts):
+        distributed.lln_attention(*tokens(rank), group=group, cu_seqlens=torch.tensor(starts))
+
+    refused(group, ["rise from 0 to the 36 tokens of all processes"], partial(call, starts=[0, 12]))
+    refused(group, ["cu_seqlens: ", "on rank 2"], lambda rank: call(rank, [0, 36] if rank == 2 else [0, 5, 36]))
+
+
+def group_errors(group):
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("data", "sequence"))
+    refused(group, ["mesh\\['sequence'\\]"], lambda rank: distributed.lln_attention(*tokens(rank), group=mesh))
+    refused(
+        group,
+        ["ProcessGroup or a dimension of a DeviceMesh, got str"],
+        lambda rank: distributed.lln_attention(*tokens(rank), group="world"),
+        TypeError,
+    )
+    output = distributed.lln_attention(*tokens(dist.get_rank(group)), group=mesh["sequence"])
+    assert torch.equal(output, distributed.lln_attention(*tokens(dist.get_rank(group)), group=group))
+    alone = distributed.lln_attention(*tokens(0), group=mesh["data"])
+    assert torch.equal(alone, lln.lln_attention(*tokens(0)))
+
+
+def second_order(group):
+    q, k, v = (x.requires_grad_() for x in tokens(dist.get_rank(group)))
+    output = distributed.lln_attention(q, k, v, group=group, form="decomposed")
+    with pytest.raises(RuntimeError, match="no gradients of gradients"):
+        torch.autograd.grad(output.sum(), q, create_graph=True)
+
+
+def without_gradients(group):
+    q, k, v = (x.requires_grad_() for x in tokens(dist.get_rank(group)))
+    with torch.no_grad():
+        output = distributed.lln_diag_attention(q, k, v, group=group, block_size=5)
+    assert not output.requires_grad
+    again = distributed.lln_diag_attention(q, k, v, group=group, block_size=5)
+    assert torch.equal(output, again)
+
+
+def not_finite(group, what, place, is_causal, function="lln_diag_attention", **options):
+    """What is not finite in the part of one process shows in the same outputs as in one process."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = [tokens(r, N=5) for r in range(size)]
+    parts[1]["qkv".index(what)][0, 1, 2, 3] = place
+    whole = [torch.cat([part[i] for part in parts], dim=2) for i in range(3)]
+    expected = getattr(lln, function)(*whole, is_causal=is_causal, **options)[:, :, 5 * rank : 5 * rank + 5]
+    found = getattr(distributed, function)(*parts[rank], group=group, is_causal=is_causal, **options)
+    assert torch.equal(found.isnan(), expected.isnan()), f"{found.isnan().sum()} and {expected.isnan().sum()} NaN"
+    assert torch.allclose(found, expected, atol=1e-5, equal_nan=True)
+
+
+def low_precision(group, dtype, is_causal):
+    """As far from float64 as the plain formula in the same precision, or nearly so."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = [tokens(r, N=33, dtype=dtype) for r in range(size)]
+    whole = [torch.cat([part[i] for part in parts], dim=2) for i in range(3)]
+    mine = slice(33 * rank, 33 * rank + 33)
+    options = {"near": "window", "block_size": 16, "is_causal": is_causal}
+    exact = lln.reference.lln_diag_attention(*(x.double() for x in whole), **options)[:, :, mine]
+    one = lln.lln_diag_attention(*whole, **options)[:, :, mine]
+    found = distributed.lln_diag_attention(*parts[rank], group=group, **options)
+    assert found.dtype == dtype
+    assert (found - exact).abs().max() <= 2 * (one - exact).abs().max()
+
+
+def autocast(group):
+    q, k, v = tokens(dist.get_rank(group))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert distributed.lln_attention(q, k, v, group=group).dtype == torch.bfloat16
+
+
+def nothing_at_all(group):
+    q, k, v = (x[:, :, :0].requires_grad_() for x in tokens(0))
+    output = distributed.lln_diag_attention(q, k, v, group=group)
+    output.sum().backward()
+    assert output.shape == (1, 2, 0, 8)
+    assert q.grad is not None
+
+
+def error_cases():
+    yield "dtype", partial(differ, words=["dtype: float32 on ranks 0, 2; float64 on rank 1"], dtype=torch.float64)
+    yield "heads", partial(differ, words=["heads: 2 on ranks 0, 2; 3 on rank 1"], H=3)
+    yield "width", partial(differ, words=["head_dim: 8 on ranks 0, 2; 16 on rank 1"], D=16)
+    yield "batch", partial(differ, words=["batch: 1 on ranks 0, 2; 2 on rank 1"], B=2)
+    for name, value in {
+        "is_causal": True,
+        "form": "unbiased",
+        "near": "window",
+        "block_size": 32,
+        "matching": "linear",
+        "alpha": 2.0,
+    }.items():
+        words = [f"{name}: \\S+ on ranks 0, 2; {value} on rank 1"]
+        yield name, partial(differ, words=words, options={name: value})
+    yield "unknown option", partial(differ, words=["rank 1: TypeError: .*no option colour"], options={"colour": 1})
+    yield "wrong call", wrong_call_on_one_rank
+    yield "other function", other_function
+    yield "gradients on one rank", gradients_on_one_rank
+    yield "parts of queries and keys", parts_of_queries_and_keys
+    yield "packed", packed_errors
+    yield "group", group_errors
+    yield "second order", second_order
+    yield "no_grad", without_gradients
+    yield "autocast", autocast
+    yield "nothing", nothing_at_all
+    for causal in (False, True):
+        for what in "qkv":
+            for place in (torch.nan, torch.inf, -torch.inf):
+                case = partial(not_finite, what=what, place=place, is_causal=causal, block_size=4)
+                yield f"{place} in {what}, causal={causal}", case
+        for dtype in (torch.bfloat16, torch.float16):
+            yield f"{dtype} causal={causal}", partial(low_precision, dtype=dtype, is_causal=causal)
+
+
+def test_errors_name_the_rank():
+    failed = run_world(3, error_cases)
+    assert not failed, report(failed)
+
+
+def skipped_call(group):
+    """Rank 1 does not make the call that the others make."""
+    if dist.get_rank(group) == 1:
+        time.sleep(6)
+        return
+    began = time.monotonic()
+    with pytest.raises(distributed.MissingRankError, match="rank 1 did not take part"):
+        distributed.lln_attention(*tokens(0), group=group)
+    assert time.monotonic() - began < 5
+
+
+def killed(group):
+    """Rank 1 ends in the middle of the backward pass."""
+    rank = dist.get_rank(group)
+    q, k, v = (x.requires_grad_() for x in tokens(rank))
+    output = distributed.lln_attention(q, k, v, group=group)
+    if rank == 1:
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(distributed.MissingRankError, match="rank 1 did not take part"):
+        output.sum().backward()
+    assert time.monotonic() - began < 5
+
+
+def missing_cases():
+    yield "skipped call", skipped_call
+
+
+def killed_cases():
+    yield "killed", killed
+
+
+@pytest.mark.parametrize("cases", [missing_cases, killed_cases])
+def test_a_missing_rank_is_named_within_the_time_out(cases):
+    failed = run_world(3, cases, timeout=2.0, together=False)
+    assert not failed, report(failed)
