@@ -1,16 +1,17 @@
 """Modules: LLN attention, alone and with its companion, on (query, key, value)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
+from lln import functional
 from lln.backends.torch.summary import repeat_heads
 from lln.checks import check_at_least, check_block_size, check_choice, check_scale
 from lln.features import HeadFeatures
 from lln.forms import token_mean
-from lln.functional import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.masks import read_paddings
 from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
 from lln.matching.moments import SCOPES, Moments, Scope, measure_moments
@@ -44,6 +45,7 @@ class LLNAttention(Mechanism):
     """
 
     takes_grouped_heads = True
+    group: Any = None  # the processes that hold parts of each sequence, see `lln.distributed.parallelize`
 
     sigma_q: Tensor
     sigma_k: Tensor
@@ -128,15 +130,25 @@ class LLNAttention(Mechanism):
         """
         return self._far(query, key, value, tokens)
 
+    def _function(self, name: str) -> Callable[..., Tensor]:
+        """An attention function, over the processes of the group if there is one."""
+        if self.group is None:
+            function: Callable[..., Tensor] = getattr(functional, name)
+            return function
+        from lln import distributed
+
+        return partial(getattr(distributed, name), group=self.group)
+
     def _far(self, query: Tensor, key: Tensor, value: Tensor, tokens: Any) -> Tensor:
         """LLN attention."""
         if self.features is None:
-            return lln_attention(query, key, value, **self._options(query, key, tokens))
+            return self._function("lln_attention")(query, key, value, **self._options(query, key, tokens))
         self._check(query, tokens)
         masks = (tokens.get(name) for name in ("key_padding_mask", "query_padding_mask"))
         a, b, weight = self._features(query, key, *read_paddings(query, key, *masks))
         options: dict[str, Any] = {"alpha": 1.0, "beta": 1.0, "form": "paper" if self.form == "paper" else "unbiased"}
-        return lln_attention(a, b, value.to(a.dtype), **tokens, **options, key_weight=weight).to(value.dtype)
+        attend = self._function("lln_attention")
+        return attend(a, b, value.to(a.dtype), **tokens, **options, key_weight=weight).to(value.dtype)
 
     def _features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
@@ -170,6 +182,8 @@ class LLNAttention(Mechanism):
                 'statistics="running" are averages over samples, which packed sequences (cu_seqlens) are not; while '
                 'training pad the sequences, or use statistics="live"'
             )
+        if self.group is not None and self.training and self.statistics == "running":
+            raise ValueError('averages of statistics="running" are of whole sequences; train parts with "live" ones')
         masks = {name: tokens.get(name) for name in ("key_padding_mask", "query_padding_mask")}
         alpha, beta = self.scales(query, key, **masks)
         options: dict[str, Any] = {"alpha": alpha, "beta": beta, "matching": self.matching, "scope": self.scope}
@@ -373,12 +387,12 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         if is_average and tokens.get("query_padding_mask") is None:  # one call, which a backend fuses
             options = self._options(query, key, tokens)
             options.pop("query_padding_mask", None)
-            return lln_diag_attention(query, key, value, **near, **options)
+            return self._function("lln_diag_attention")(query, key, value, **near, **options)
         for name in ("key_padding_mask", "cu_seqlens", "is_causal"):
             if name in tokens:
                 near[name] = tokens.get(name)
         far = self._far(query, key, value, tokens)
-        return self.join(far, block_diagonal_attention(query, key, value, **near), query)
+        return self.join(far, self._function("block_diagonal_attention")(query, key, value, **near), query)
 
     def _near_options(self) -> dict[str, Any]:
         return {"block_size": self.block_size, "near": self.near}

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Imported once, by a process of which all others are copies.
+PRELOADED = ["lln", "lln.distributed", "transformers", "lln.hf"]
+
 
 def run_world(size, cases, *arguments, timeout=60.0, together=True):
     """Run `cases(*arguments)`, pairs of a name and a function of the group, in `size` processes.
@@ -19,7 +22,7 @@ def run_world(size, cases, *arguments, timeout=60.0, together=True):
     {name: {rank: error}}.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.get_context("forkserver").set_forkserver_preload(["lln", "lln.distributed"])  # imports torch once for all
+        mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
         mp.start_processes(_work, (size, folder, timeout, together, cases, *arguments), size, start_method="forkserver")
         failed = {}
         for rank in range(size):

@@ -8,6 +8,7 @@ What LLN attention keeps of a shard of keys is D (Dv + 1) numbers a head, howeve
 """
 
 from lln.distributed.functional import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.distributed.models import parallelize, prefill, split_tokens
 from lln.distributed.ranks import MissingRankError, Traffic, record_traffic
 
 __all__ = [
@@ -16,5 +17,8 @@ __all__ = [
     "block_diagonal_attention",
     "lln_attention",
     "lln_diag_attention",
+    "parallelize",
+    "prefill",
     "record_traffic",
+    "split_tokens",
 ]

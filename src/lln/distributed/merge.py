@@ -172,7 +172,7 @@ def merge_all(mass: Tensor, values: Tensor, allowed: Tensor) -> tuple[Tensor, Te
 
 
 def _mix(share: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
-    """sum over s of share (r, s, rows) values (s, rows, V), in which NaN and infinities count only where they are allowed."""
+    """sum over s of share (r, s, rows) values (s, rows, V), in which what is not finite counts where it is allowed."""
     finite = values.isfinite()
     by_row = values.where(finite, 0.0).transpose(0, 1)  # (rows, P, V)
     mixed = (share.permute(2, 0, 1) @ by_row).transpose(0, 1)

@@ -41,19 +41,21 @@ class Halo:
     kept: Tensor  # (B, left + right) which places of the halo hold a token
 
 
-def find_halo(problem: Problem, layout: Layout) -> Halo:
-    """The halo of blocks or windows; the processes know each other's numbers of tokens, so they need not ask."""
+def find_halo(key: Tensor, keep: Tensor | None, layout: Layout, low: Tensor, high: Tensor) -> Halo:
+    """The halo of processes that need the tokens from `low` to `high` (P, B) beside their own.
+
+    The processes know each other's numbers of tokens, so they need not ask.
+    """
     counts, start = layout.tokens[:, 1], layout.starts()
     stop = start + counts
-    low, high = _reach(problem, start, stop)
     own, size = layout.ranks.rank, layout.ranks.size
     together = layout.together & ~torch.eye(size, dtype=torch.bool)[..., None]
     # [s, r, b]: from which to which token of sample b process s sends to process r.
     first = torch.maximum(low, start[:, None])
     last = torch.minimum(high, stop[:, None])
     number = (last - first).clamp(min=0) * (together & (counts > 0))
-    device = problem.key.device
-    order = front_order(kept_tokens(problem.keys.keep, problem.key)).cpu()
+    device = key.device
+    order = front_order(kept_tokens(keep, key)).cpu()
     send_samples, send_places = [], []
     for r, b in number[own].nonzero().tolist():
         begin = int(first[own, r, b] - start[own, b])
@@ -86,9 +88,10 @@ def find_halo(problem: Problem, layout: Layout) -> Halo:
     )
 
 
-def _reach(problem: Problem, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """From which token to which a process needs keys that holds those from `start` to `stop`."""
-    size = problem.block_size
+def _reach(problem: Problem, layout: Layout) -> tuple[Tensor, Tensor]:
+    """From which token to which each process needs keys, (P, B)."""
+    start, size = layout.starts(), problem.block_size
+    stop = start + layout.tokens[:, 1]
     if problem.near == "window":
         right = 0 if problem.is_causal else size // 2
         return start - (size - 1 - right), stop + right
@@ -101,9 +104,13 @@ def _joined(parts: list[Tensor], device: torch.device) -> Tensor:
 
 def exchange(problem: Problem, layout: Layout) -> tuple[Halo, Pending]:
     """Send the keys and values that other processes need."""
-    halo = find_halo(problem, layout)
-    tokens = [x.detach().transpose(1, 2)[halo.send_samples, halo.send_places] for x in (problem.key, problem.value)]
-    return halo, halo.ranks.exchange(torch.cat(tokens, dim=-1), halo.send_counts, halo.receive_counts)
+    halo = find_halo(problem.key, problem.keys.keep, layout, *_reach(problem, layout))
+    return halo, send(halo, problem.key, problem.value)
+
+
+def send(halo: Halo, key: Tensor, value: Tensor) -> Pending:
+    tokens = [x.detach().transpose(1, 2)[halo.send_samples, halo.send_places] for x in (key, value)]
+    return halo.ranks.exchange(torch.cat(tokens, dim=-1), halo.send_counts, halo.receive_counts)
 
 
 class _Halo(torch.autograd.Function):
@@ -153,8 +160,8 @@ def finish(problem: Problem, halo: Halo, pending: Pending) -> Tensor:
         problem = replace(problem, query=query, key=k, value=v, queries=Tokens(keep), keys=Tokens(keep))
     problem = replace(problem, far=False, alpha=None, beta=None, key_weight=None, centers=None, form="paper")
     if tokens == 0:  # with the halo in the graph: its backward pass is a collective
-        nothing = query.new_zeros(*query.shape[:2], 0, problem.value.shape[3])
-        return nothing + _nothing(problem.query, problem.key, problem.value, key, value)
+        empty = query.new_zeros(*query.shape[:2], 0, problem.value.shape[3])
+        return empty + _nothing(problem.query, problem.key, problem.value, key, value)
     output: Tensor = choose(problem).near(problem)[:, :, halo.left : halo.left + tokens]
     return output + _nothing(key, value) if not halo.left + halo.right else output
 

@@ -52,7 +52,8 @@ def scales(problem: Problem, layout: Layout) -> tuple[Tensor, Tensor]:
         return problem.alpha, problem.beta
     query, key = problem.query.detach(), problem.key.detach()
     if problem.is_causal:
-        moments, _ = causal_moments(query, key, problem.keys.keep, layout)
+        keep = problem.keys.keep
+        moments = moments_after(query, key, keep, sums_before(query, key, keep, layout))
     elif problem.scope == "batch":
         moments = _batch_moments(problem, query, key, layout)
     else:
@@ -184,25 +185,27 @@ def _nonempty(x: Tensor, keep: Tensor | None) -> list[Tensor]:
     return [part for part, _ in pieces(x, keep, piece_tokens(*x.shape[:2], x.shape[3], device=x.device))]
 
 
-def causal_moments(query: Tensor, key: Tensor, keep: Tensor | None, layout: Layout) -> tuple[Moments, PrefixSums]:
-    """The moments (B, H, N) of the tokens up to each one, those of processes before this one included, and the sums
-    after the last of this process.
-    """
+def sums_before(query: Tensor, key: Tensor, keep: Tensor | None, layout: Layout) -> PrefixSums:
+    """What causal statistics need of the tokens of the processes before this one."""
     query, key = query.detach(), key.detach()
     past = empty_sums(query)
     sums = [_token_sums(x, keep, past.query.dtype) for x in (query, key)]
     found = layout.sum(rows_of(sums), layout.before)
     parts = torch.split(found, [3 * query.shape[1], 3 * key.shape[1]], dim=1)
     groups = query.shape[1] // key.shape[1]
-    before = PrefixSums(
+    return PrefixSums(
         layout.start(1).to(past.tokens),
         parts[0].reshape(-1, query.shape[1], 3),
         _repeat(parts[1].reshape(-1, key.shape[1], 3), groups),
     )
+
+
+def moments_after(query: Tensor, key: Tensor, keep: Tensor | None, before: PrefixSums) -> Moments:
+    """The moments (B, H, N) of the tokens up to each one, those of processes before this one included."""
     if query.shape[2] == 0:
         nothing = query.new_zeros(*query.shape[:3], dtype=accumulator(query.dtype))
-        return Moments(nothing, nothing, nothing, nothing, nothing), before
-    return prefix_moments(query, key, keep, before)
+        return Moments(nothing, nothing, nothing, nothing, nothing)
+    return prefix_moments(query, key, keep, before)[0]
 
 
 def _token_sums(x: Tensor, keep: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -154,7 +154,12 @@ def attend(
     else:
         _check_lengths(name, module, query, key, keep, causal)
         attention = BY_NAME[name] if mechanism is None else mechanism
-        if cu_seqlens is None:
+        rows = getattr(mechanism, "packed_rows", None)
+        if rows is not None:  # a part of each row, where the starts of whole rows are known
+            samples = (torch.split(x, 1) for x in (query, key, value))
+            parts = zip(*samples, rows, strict=True)
+            output = torch.cat([attention(q, k, v, cu_seqlens=x, is_causal=causal) for q, k, v, x in parts])
+        elif cu_seqlens is None:
             output = attention(query, key, value, key_padding_mask=keep, is_causal=causal)
         else:
             output = attend_rows(attention, query, key, value, cu_seqlens, is_causal=causal)

@@ -13,6 +13,7 @@ from lln.backends.torch.causal import causal_attention
 from lln.backends.torch.summary import KeySummary, absent, merge, recall, remember, repeat_heads
 from lln.backends.torch.window import window_attention
 from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.matching.curves import Form
 from lln.matching.moments import PrefixSums, prefix_moments
 from lln.precision import accumulator
 from lln.recurrence import Advance, Memory, Recurrence
@@ -35,22 +36,28 @@ def advance(recurrence: Recurrence) -> Advance:
 
 
 def _centered(recurrence: Recurrence, center_query: Tensor, center_key: Tensor) -> Recurrence:
-    """The decomposed form as the unbiased one of dq and dk, with weights m_q . dk / sqrt(D): see `lln.forms`.
-
-    m_q . k is larger by the same number for all keys of a head, which softmax cancels.
-    """
+    """The decomposed form as the unbiased one of dq and dk."""
     near_query, near_key = recurrence.near_query, recurrence.near_key
     if recurrence.memory.recent_key is not None and near_query is None:
         near_query, near_key = recurrence.query, recurrence.key
     dtype = recurrence.memory.mass.dtype
-    query = recurrence.query.to(dtype) - center_query[:, :, None]
-    key = recurrence.key.to(dtype) - center_key[:, :, None]
-    by_group = torch.unflatten(center_query, 1, (key.shape[1], -1))  # the query heads of each key head
-    weight = (key @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
-    if recurrence.key_weight is not None:
-        weight = weight + recurrence.key_weight
+    inputs = (recurrence.query.to(dtype), recurrence.key.to(dtype), recurrence.key_weight)
+    query, key, weight = centered_inputs(*inputs, center_query, center_key)
     changes = {"near_query": near_query, "near_key": near_key, "key_weight": weight}
     return recurrence._replace(query=query, key=key, form="unbiased", centers=None, **changes)
+
+
+def centered_inputs(
+    query: Tensor, key: Tensor, key_weight: Tensor | None, center_query: Tensor, center_key: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and the weights m_q . dk / sqrt(D), with which the decomposed form is the unbiased one: see `lln.forms`.
+
+    m_q . k is larger by the same number for all keys of a head, which softmax cancels.
+    """
+    query, key = query - center_query[:, :, None], key - center_key[:, :, None]
+    by_group = torch.unflatten(center_query, 1, (key.shape[1], -1))  # the query heads of each key head
+    weight = (key @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
+    return query, key, weight if key_weight is None else weight + key_weight
 
 
 def newest(
@@ -82,7 +89,8 @@ def _far(recurrence: Recurrence) -> tuple[Tensor, KeySummary, PrefixSums]:
         given[..., None, None] if given is not None else found[..., None]  # type: ignore[index]
         for given, found in zip((recurrence.alpha, recurrence.beta), matched, strict=True)
     )
-    summary, weight = KeySummary(memory.mass, memory.values), _key_weight(recurrence, beta)
+    summary = KeySummary(memory.mass, memory.values)
+    weight = key_weight_of(query, key, keep, beta, recurrence.key_weight, form=recurrence.form)
     if query.shape[2] == 1:  # a third of the time of a causal chunk
         summary = merge(summary, remember(key, value, beta, keep, weight, heads=query.shape[1]))
         return recall(query, alpha, summary), summary, sums
@@ -90,14 +98,16 @@ def _far(recurrence: Recurrence) -> tuple[Tensor, KeySummary, PrefixSums]:
     return far, summary, sums
 
 
-def _key_weight(recurrence: Recurrence, beta: Tensor) -> Tensor | None:
-    """Log-weights (B, H, N) of the keys: the given ones, in the unbiased form less logsumexp_l(beta k)."""
-    if recurrence.form == "paper":
-        return recurrence.key_weight
-    key = blank(recurrence.key, recurrence.keep).to(beta.dtype)
-    key = repeat_heads(key, recurrence.query.shape[1] // key.shape[1])
+def key_weight_of(
+    query: Tensor, key: Tensor, keep: Tensor | None, beta: Tensor, given: Tensor | None, *, form: Form
+) -> Tensor | None:
+    """Log-weights (B, H, N) of the keys: the given ones, in other forms than the paper's less logsumexp_l(beta k)."""
+    if form == "paper":
+        return given
+    key = blank(key, keep).to(beta.dtype)
+    key = repeat_heads(key, query.shape[1] // key.shape[1])
     weight = -torch.logsumexp(key * beta, dim=-1)
-    return weight if recurrence.key_weight is None else weight + recurrence.key_weight
+    return weight if given is None else weight + given
 
 
 def _near(recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
