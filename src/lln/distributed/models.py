@@ -242,7 +242,7 @@ def _check(model: Any, modules: dict[str, Any]) -> None:
         )
     if is_base and getattr(model, "pooler", None) is not None:
         raise ValueError(f"the pooler of {name} needs the first token on all processes; use add_pooling_layer=False")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(getattr(model, "base_model", model).forward).parameters:
         raise ValueError(f"{name} takes no position_ids, which parts of a sequence need")
 
 

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from lln.distributed import split_tokens
 from lln.tasks.data.order import Examples
 
 Batch = Mapping[str, Tensor]
@@ -40,12 +41,15 @@ def evaluate(
     score: Score,
     measure: Measure | None,
     on_batch: Callable[[float], None],
+    sequence_parallel: int = 1,
 ) -> dict[str, float]:
     """Means of what `score` sums, and what `measure` finds, which sees all examples in some order.
 
-    Each process takes its part of the examples. `on_batch` is called with the share that is done.
+    Each process takes its part of the examples, or several beside each other (`sequence_parallel`) parts of the same
+    sequences. `on_batch` is called with the share that is done.
     """
-    share = range(accelerator.process_index, len(data), accelerator.num_processes)
+    place, groups = accelerator.process_index // sequence_parallel, accelerator.num_processes // sequence_parallel
+    share = range(place, len(data), groups)
     loader = DataLoader(Subset(_Plain(data), share), batch_size, collate_fn=collate)
     model.eval()
     totals: dict[str, Any] = {}
@@ -56,6 +60,8 @@ def evaluate(
             inputs = {name: x.to(accelerator.device) for name, x in batch.items()}
             with autocast():
                 outputs = model(**inputs)
+            if sequence_parallel > 1:
+                inputs = {name: split_tokens(model, x) for name, x in inputs.items()}
             for name, (total, count) in score(outputs, inputs).items():
                 totals[name] = totals.get(name, 0) + np.array([total, count], dtype=np.float64)
             if measure is not None:

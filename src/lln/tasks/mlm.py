@@ -147,4 +147,5 @@ def train(config: MlmConfig, *, out: Path | None = None, data_dir: Path | None =
             processing=tokenizer,
             label=f"mlm {config.attention}",
             quiet=quiet,
+            sequence_parallel=config.sequence_parallel,
         )

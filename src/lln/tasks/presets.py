@@ -54,6 +54,11 @@ class MlmConfig(TrainConfig):
         "0: positions, queries and keys start at random. Above: so that tokens attend to their neighbours, positions "
         "as sinusoids, so many times as wide as words, and query and key matrices near the identity.",
     )
+    sequence_parallel: int = setting(
+        1,
+        "Processes that share each sequence (lln and lln_diag; no records of heads). A run may be continued with "
+        "another number.",
+    )
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
         "laptop": {
@@ -94,11 +99,15 @@ class MlmConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "length", "layers", "width", "heads", "feedforward")
+        self._at_least(1, "length", "layers", "width", "heads", "feedforward", "sequence_parallel")
+        if self.sequence_parallel > 1 and self.attention not in ("lln", "lln_diag"):
+            raise ValueError(f"sequence_parallel is for lln and lln_diag; {self.attention} needs whole sequences")
 
     def settings(self) -> dict[str, Any]:
-        # Without `pack` where it is off, so that runs from before there was such a setting can be continued.
-        return {name: value for name, value in super().settings().items() if name != "pack" or value}
+        # Without `pack` where it is off, so that runs from before there was such a setting can be continued, and
+        # without `sequence_parallel`, which changes no result.
+        left_out = ("sequence_parallel",) if self.pack else ("pack", "sequence_parallel")
+        return {name: value for name, value in super().settings().items() if name not in left_out}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,10 @@ from transformers.trainer_callback import PrinterCallback
 from lln.functional import KINDS
 from lln.instruments import Recorder
 from lln.tasks.config import TrainConfig
-from lln.tasks.data.order import Examples, Unrolled
+from lln.tasks.data.order import Examples, Shared, Unrolled
 from lln.tasks.display import Display, Metrics, StopSignals
 from lln.tasks.evaluation import Batch, Measure, Score, classification_scores, evaluate
+from lln.tasks.parallel import share_sequences
 from lln.tasks.run import RunFolder, processes
 from lln.tasks.saving import pickled, save_model, weights
 
@@ -61,6 +62,7 @@ def fit(
     lengths_alike: bool = False,
     label: str = "training",
     quiet: bool = False,
+    sequence_parallel: int = 1,
 ) -> Summary:
     """Train `model` to the end of `config`, from the newest checkpoint of `run` if there is one; returns the summary.
 
@@ -69,15 +71,10 @@ def fit(
     and pieces of the step. `score` gives sums over a batch of the validation data, which runs over all of its examples;
     `measure` gives metrics from the logits and labels of all of them; `tokens` counts for the speed; `processing` (a
     tokenizer) is saved with the model; `notes` are entries of the summary; with `lengths_alike` a batch holds examples
-    of similar `train_data.lengths`.
+    of similar `train_data.lengths`; `sequence_parallel` processes share each sequence.
     """
     state = processes()
-    pieces = state.num_processes * config.gradient_accumulation
-    if config.batch_size % pieces:
-        raise ValueError(
-            f"batch_size {config.batch_size} does not divide into {pieces} equal parts, {state.num_processes} "
-            f"processes with {config.gradient_accumulation} pieces each"
-        )
+    groups = share_sequences(model, sequence_parallel, config)
     steps = total_steps(config, len(train_data))
     run.check_data(_fingerprint(train_data, eval_data))
     [checkpoint] = broadcast_object_list([run.checkpoint() if run.main else None])
@@ -87,7 +84,8 @@ def fit(
     if checkpoint and run.main:
         run.note_continued(first_step)
         display.say(f"Continuing {run.path} from step {first_step} of {steps}.")
-    trainer = _Trainer(model, run, config, steps, train_data, eval_data, collate, score, measure, tokens, lengths_alike)
+    data = (train_data, eval_data, collate, score, measure, tokens, lengths_alike)
+    trainer = _Trainer(model, run, config, steps, groups, *data)
     try:
         with ExitStack() as stack:
             stack.callback(display.close)
@@ -98,7 +96,7 @@ def fit(
                 trainer.metrics = Metrics(run.path, first_step, display)
                 stack.callback(trainer.metrics.close)
             if first_step < steps:
-                if run.main:
+                if run.main and sequence_parallel == 1:  # others would record a part of the sequences
                     trainer.recorder = _recorder(model, run.path, config, first_step, display.say)
                 with trainer.recorder or nullcontext():
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -144,6 +142,7 @@ class _Trainer(Trainer):
         run: RunFolder,
         config: TrainConfig,
         steps: int,
+        groups: int,
         train_data: Examples,
         eval_data: Examples,
         collate: Callable[[list[Any]], dict[str, Any]],
@@ -152,7 +151,7 @@ class _Trainer(Trainer):
         tokens: Callable[[Batch], int],
         lengths_alike: bool,
     ) -> None:
-        pieces = processes().num_processes * config.gradient_accumulation
+        pieces = groups * config.gradient_accumulation
         arguments = TrainingArguments(
             output_dir=str(run.path),
             use_cpu=not torch.accelerator.is_available(),
@@ -179,15 +178,16 @@ class _Trainer(Trainer):
             dataloader_pin_memory=torch.cuda.is_available(),
         )
         passes = math.ceil(steps * config.batch_size / len(train_data))
+        self.sequence_parallel = processes().num_processes // groups
+        alike = config.batch_size if lengths_alike else 0
         super().__init__(
             model=model,
             args=arguments,
             data_collator=collate,
-            train_dataset=Unrolled(
-                train_data,
-                epochs=passes,
-                seed=config.seed,
-                lengths_alike=config.batch_size if lengths_alike else 0,
+            train_dataset=Shared(
+                Unrolled(train_data, epochs=passes, seed=config.seed, lengths_alike=alike),
+                batch_size=config.batch_size // pieces,
+                sharers=self.sequence_parallel,
             ),
             callbacks=[_Flow(self)],
         )
@@ -216,7 +216,7 @@ class _Trainer(Trainer):
         return nullcontext() if dtype is None else torch.autocast(self.args.device.type, dtype=dtype)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        self.tokens += self.count(inputs) * self.args.world_size
+        self.tokens += self.count(inputs) * (self.args.world_size // self.sequence_parallel)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
@@ -277,6 +277,7 @@ class _Trainer(Trainer):
             score=self.score,
             measure=self.measure,
             on_batch=self._on_eval_batch,
+            sequence_parallel=self.sequence_parallel,
         )
         metrics = {f"eval_{name}": value for name, value in found.items()}
         metrics["eval_seconds"] = round(time.perf_counter() - began, 3)

@@ -60,6 +60,23 @@ class Unrolled(torch.utils.data.Dataset[Any]):
         return order if not self._batch else _alike(order, self.examples, self._batch, chance)
 
 
+class Shared(torch.utils.data.Dataset[Any]):
+    """Batches that several processes share: each of `batch_size` positions comes `sharers` times in a row.
+
+    accelerate deals batches out to processes in turn, so that processes beside each other get the same.
+    """
+
+    def __init__(self, data: Unrolled, *, batch_size: int, sharers: int) -> None:
+        self.data, self.batch_size, self.sharers = data, batch_size, sharers
+
+    def __len__(self) -> int:
+        return len(self.data) // self.batch_size * self.batch_size * self.sharers
+
+    def __getitem__(self, position: int) -> Any:
+        batch, place = divmod(position, self.batch_size)
+        return self.data[batch // self.sharers * self.batch_size + place]
+
+
 def _alike(order: Order, examples: Any, batch: int, chance: np.random.Generator) -> Order:
     """An order in which batches hold examples of similar lengths: less padding.
 
