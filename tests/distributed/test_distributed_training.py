@@ -36,8 +36,7 @@ import os, signal, sys
 from lln.tasks import trainer
 step_end = trainer._Flow.on_step_end
 def dying(self, args, state, *rest, **kwargs):
-    last = (5, 10)[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
-    if state.global_step == last and args.process_index == 1:
+    if state.global_step == 5 and args.process_index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return step_end(self, args, state, *rest, **kwargs)
 trainer._Flow.on_step_end = dying
@@ -71,8 +70,6 @@ def torchrun(script, source, out):
     return subprocess.run(
         [
             *launch,
-            "--max-restarts",
-            "1",
             str(script),
             "train",
             "mlm",
@@ -91,17 +88,17 @@ def torchrun(script, source, out):
 
 
 def test_a_run_over_two_processes_is_killed_and_continued(source, tmp_path):
-    """Killed after step 5, started again by torchrun, killed after step 10, and finished by one process."""
+    """Rank 1 is killed after step 5: the other says so and ends, and one process continues from the checkpoint."""
     script, one, two = tmp_path / "script.py", tmp_path / "one", tmp_path / "two"
     script.write_text(DYING)
     config = MlmConfig.preset("laptop", source=str(source), **FLAGS)
     train(config, out=one, quiet=True)
     done = torchrun(script, source, two)
     assert done.returncode != 0
-    assert f"Signal {signal.SIGKILL.value}" in done.stderr, done.stderr[-2000:]
-    assert max(int(x.name[5:]) for x in Path(two, "checkpoints").glob("step-*")) == 9
+    assert f"Signal {signal.SIGKILL.value}" in done.stderr or "rank 1 did not take part" in done.stderr, done.stderr
+    assert [x.name for x in Path(two, "checkpoints").glob("step-*")] == ["step-3"]
     train(config, out=two, quiet=True)
-    assert [x["step"] for x in json.loads((two / "provenance.json").read_text())["continued"]] == [3, 9]
+    assert [x["step"] for x in json.loads((two / "provenance.json").read_text())["continued"]] == [3]
     for expected, found in zip(metrics(one), metrics(two), strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
 
