@@ -1,0 +1,98 @@
+"""One process of `lln bench distributed`: times attention to a sequence over all of them; rank 0 prints JSON lines.
+
+Started by `lln.bench.distributed` with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the settings in its environment.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+import lln
+from lln import distributed
+from lln.bench.measure import peak_bytes, reset_peak
+
+SOFTMAX_TOKENS = 2048  # enough for the quadratic part to be nearly all of its time
+
+
+def main() -> None:
+    settings = json.loads(os.environ["LLN_BENCH"])
+    torch.set_num_threads(1)
+    size = int(os.environ["WORLD_SIZE"])
+    if size > 1:
+        dist.init_process_group("gloo")
+    for tokens in settings["tokens"]:
+        found = _measure(tokens, settings, size)
+        if int(os.environ["RANK"]) == 0:
+            print(json.dumps(found), flush=True)
+    if size > 1:
+        dist.destroy_process_group()
+    elif settings["softmax"]:
+        print(json.dumps({"softmax_seconds": _softmax(settings), "tokens": SOFTMAX_TOKENS}), flush=True)
+
+
+def _measure(tokens: int, settings: dict[str, Any], size: int) -> dict[str, Any]:
+    """Seconds of the slowest process, the least of some repeats; what the one that sends most sends; peak memory."""
+    rank = int(os.environ["RANK"])
+    part = tokens // size + (rank < tokens % size)
+    reset_peak()
+    before = peak_bytes()
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, settings["heads"], part, settings["width"]).requires_grad_() for _ in range(3))
+    slope = torch.randn_like(v)
+    seconds, sent, wire = [], (0, 0), 0
+    for _ in range(settings["repeats"]):
+        wait_for_all(size)
+        wire_before, began = _wire_bytes(), time.perf_counter()
+        with distributed.record_traffic() as traffic:
+            if size > 1:
+                output = distributed.lln_attention(q, k, v, group=dist.group.WORLD)
+            else:
+                output = lln.lln_attention(q, k, v)
+            gradients = torch.autograd.grad(output, (q, k, v), slope)
+        wait_for_all(size)
+        seconds.append(time.perf_counter() - began)
+        sent, wire = (traffic.messages, traffic.sent_bytes), _wire_bytes() - wire_before
+        del output, gradients
+    peak = peak_bytes() - before
+    numbers = torch.tensor([min(seconds), *sent, wire, peak], dtype=torch.float64)
+    if size > 1:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    names = ("seconds", "messages", "sent_bytes", "wire_bytes", "peak_bytes")
+    return {"tokens": tokens, "processes": size} | dict(zip(names, numbers.tolist(), strict=True))
+
+
+def wait_for_all(size: int) -> None:
+    if size > 1:
+        dist.barrier()
+
+
+def _wire_bytes() -> int:
+    """Bytes that this network namespace has sent, headers included; 0 where it is shared with other programs."""
+    device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if device == "lo":
+        return 0
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == device:
+            return int(numbers.split()[8])
+    raise OSError(f"there is no network device {device}")
+
+
+def _softmax(settings: dict[str, Any]) -> float:
+    q, k, v = (torch.randn(1, settings["heads"], SOFTMAX_TOKENS, settings["width"]).requires_grad_() for _ in range(3))
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        scaled_dot_product_attention(q, k, v).sum().backward()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    main()
