@@ -3,8 +3,11 @@ the measurements says of more processes and longer sequences, beside ring attent
 
 Forward and backward together. Networks are network namespaces of Linux, see `lln.bench.network`.
 
-The model: seconds = a N / P + b E (P - 1) + c E delay + d bytes / bandwidth, with E exchanges of a layer. The same
-a, b, c, d are taken for the other two, with their own messages and bytes and the quadratic time of softmax attention:
+The model: seconds = a N / P + b E (P - 1) + c E delay + d bytes / bandwidth, with E exchanges of a layer. Where several
+processes share a machine, N / P is N divided by the processors that they can have. a, b and c are fitted, c from 1 on;
+d is not, because the few bytes that LLN sends do not show in its time: it is what goes over the wire for each byte. The
+same a, b, c, d are taken for the other two, with their own messages and bytes and the quadratic time of softmax
+attention:
 
 - ring attention: keys and values pass all processes, and in the backward pass they and their gradients;
 - Ulysses: all-to-all from tokens to heads and back, for q, k, v and the output, and for their gradients. It needs at
@@ -143,7 +146,7 @@ def grids(content: dict[str, Any]) -> Iterator[Table]:
     used = [row for row in rows if row.get("heads", setting["heads"]) == setting["heads"]]
     if not any(row["megabits"] for row in used):
         return
-    fitted = fit(used)
+    fitted = fit(used, processors=content["machine"]["cores"])
     lines = []
     for row in predict(fitted, **sizes):
         if row["processes"] in (8, 64, 1024):
@@ -163,30 +166,39 @@ def grids(content: dict[str, Any]) -> Iterator[Table]:
     )
 
 
-def fit(rows: Sequence[Row]) -> dict[str, float]:
-    """The coefficients of the model, none below 0, from relative errors; and the largest relative error, `error`."""
+def fit(rows: Sequence[Row], *, processors: int) -> dict[str, float]:
+    """The coefficients of the model from relative errors, and the largest relative error, `error`.
+
+    Args:
+        rows: measurements, with networks among them.
+        processors: of the machine that all processes shared.
+    """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
     measured = [row for row in rows if "seconds" in row]
-    matrix = torch.tensor([_features(row) for row in measured], dtype=torch.float64)
+    matrix = torch.tensor([_features(row, processors) for row in measured], dtype=torch.float64)
+    factor = max(row["wire_bytes"] / row["sent_bytes"] for row in measured if row["wire_bytes"])
+    least = torch.tensor([0.0, 0.0, 1.0, factor], dtype=torch.float64)
     seconds = torch.tensor([row["seconds"] for row in measured], dtype=torch.float64)
-    weighted = matrix / seconds[:, None]
+    weighted = matrix[:, :3] / seconds[:, None]
     unit = weighted.abs().amax(dim=0).clamp(min=1e-300)
-    found, _ = nnls((weighted / unit).numpy(), torch.ones(len(measured), dtype=torch.float64).numpy())
-    coefficients = torch.from_numpy(found) / unit
+    rest = 1 - matrix @ least / seconds
+    found, _ = nnls((weighted / unit).numpy(), rest.numpy())
+    coefficients = least.clone()
+    coefficients[:3] += torch.from_numpy(found) / unit
     names = ("seconds_per_token", "seconds_per_message", "delays_per_exchange", "bandwidth_factor")
     error = float(((matrix @ coefficients) / seconds - 1).abs().max())
     softmax = [row["softmax_seconds"] / row["tokens"] ** 2 for row in rows if "softmax_seconds" in row]
     return dict(zip(names, coefficients.tolist(), strict=True)) | {"error": error, "softmax_per_pair": softmax[0]}
 
 
-def _features(row: Row) -> list[float]:
+def _features(row: Row, processors: int) -> list[float]:
     """What the four coefficients are multiplied with."""
     size, tokens = row["processes"], row["tokens"]
     if size == 1:
         return [tokens, 0.0, 0.0, 0.0]
     transfer = 0.0 if row["megabits"] is None else row["sent_bytes"] * 8 / (row["megabits"] * 1e6)
-    return [tokens / size, EXCHANGES * (size - 1), EXCHANGES * row["delay"] / 1e3, transfer]
+    return [tokens / min(size, processors), EXCHANGES * (size - 1), EXCHANGES * row["delay"] / 1e3, transfer]
 
 
 def predict(fitted: dict[str, float], *, heads: int, width: int) -> Iterator[Row]:

@@ -48,7 +48,7 @@ def namespaces(number: int, *, megabits: float, delay: float) -> Iterator[list[l
         for place, name in enumerate(names):
             _run("ip", "netns", "add", name)
             made.append(name)
-            opened = threading.Thread(target=lambda name=name: devices.append(_open_device(name)))  # type: ignore[misc]
+            opened = threading.Thread(target=lambda name=name: devices.append(_open_device(name)))
             opened.start()
             opened.join()
             if len(devices) != place + 1:
