@@ -1,0 +1,45 @@
+"""The model of `lln bench distributed`: it counts what is sent, and finds the coefficients that made its input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from lln.bench.distributed import EXCHANGES, PREDICTED_PROCESSES, fit, grids, predict, traffic
+
+RECORD = Path(__file__).parents[2] / "results/distributed.json"
+
+
+def test_predicted_bytes_are_those_that_were_sent():
+    content = json.loads(RECORD.read_text())
+    rows = [row for row in content["rows"] if row.get("processes", 1) > 1]
+    assert {row["processes"] for row in rows} == {2, 4}
+    for row in rows:
+        numbers = traffic(row["tokens"], row["processes"], row["heads"], content["setting"]["head_dim"])["lln"][2]
+        assert 4 * numbers == row["sent_bytes"]
+    assert [len(grid.columns) for grid in grids(content)] == [9, 12]
+
+
+def test_the_fit_finds_what_made_the_times():
+    a, b, c, d = 2e-6, 3e-5, 2.5, 1.05
+    rows = []
+    for size in (1, 2, 4):
+        for megabits, delay in ((None, 0.0), (1000, 0.2), (100, 5.0)):
+            for tokens in (10_000, 50_000):
+                sent = 0 if size == 1 else 1e5 * size
+                wire = 0 if megabits is None or size == 1 else d * sent
+                seconds = a * tokens / min(size, 2)
+                if size > 1:
+                    seconds += b * EXCHANGES * (size - 1) + c * EXCHANGES * delay / 1e3
+                    seconds += wire * 8 / (megabits * 1e6) if megabits else 0.0
+                place = {"processes": size, "tokens": tokens, "megabits": megabits, "delay": delay}
+                rows.append(place | {"seconds": seconds, "sent_bytes": sent, "wire_bytes": wire})
+    rows.append({"softmax_seconds": 1.0, "tokens": 1000})
+    found = fit(rows, processors=2)
+    assert list(found.values()) == pytest.approx([a, b, c, d, 0.0, 1e-6], rel=1e-6, abs=1e-9)
+    for row in predict(found, heads=16, width=64):
+        assert row["processes"] in PREDICTED_PROCESSES
+        assert (row["ulysses_bytes"] is None) == (row["processes"] > 16)
+        assert row["lln_bytes"] < row["ring_bytes"]
