@@ -1,25 +1,25 @@
 """The model of `lln bench distributed`: it counts what is sent, and finds the coefficients that made its input."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("scipy")
 
-from lln.bench.distributed import EXCHANGES, PREDICTED_PROCESSES, fit, grids, predict, traffic
+from lln.report.distributed import EXCHANGES, PREDICTED_PROCESSES, distributed_tables, fit, predict, traffic
+from lln.results import read_results
 
-RECORD = Path(__file__).parents[2] / "results/distributed.json"
+RECORD = Path(__file__).parents[2] / "results/distributed.jsonl"
 
 
 def test_predicted_bytes_are_those_that_were_sent():
-    content = json.loads(RECORD.read_text())
-    rows = [row for row in content["rows"] if row.get("processes", 1) > 1]
+    result = read_results(RECORD, made_by="lln bench distributed")["distributed"]
+    rows = [row for row in result.rows if row.get("processes", 1) > 1]
     assert {row["processes"] for row in rows} == {2, 4}
     for row in rows:
-        numbers = traffic(row["tokens"], row["processes"], row["heads"], content["setting"]["head_dim"])["lln"][2]
+        numbers = traffic(row["tokens"], row["processes"], row["heads"], result.settings["head_dim"])["lln"][2]
         assert 4 * numbers == row["sent_bytes"]
-    assert [len(grid.columns) for grid in grids(content)] == [9, 12]
+    assert [len(table.columns) for table in distributed_tables(result)] == [9, 12]
 
 
 def test_the_fit_finds_what_made_the_times():

@@ -232,6 +232,38 @@ def spine(
     _finish(recording, ratio_tables, None, json)
 
 
+@app.command("distributed")
+def distributed(
+    context: typer.Context,
+    heads: int = 4,
+    head_dim: int = 64,
+    networks: Annotated[
+        bool, typer.Option("--networks", help="Also in networks of limited bandwidth and delay; needs root on Linux.")
+    ] = False,
+    million: Annotated[
+        bool, typer.Option("--million", help="Also a million tokens with one head in one and four processes: memory.")
+    ] = False,
+    out: Out = None,
+    fresh: Fresh = False,
+    json: Json = False,
+) -> None:
+    """One sequence over 1, 2 and 4 processes: time, memory, traffic, and what follows for more of them."""
+    from lln.bench.distributed import is_measured, jobs, measure
+    from lln.report.distributed import distributed_tables
+
+    settings = {"heads": heads, "head_dim": head_dim}
+    recording = _recording(context, out, "distributed", settings, 0, fresh, None)
+    _warn_of_noise(recording)
+    todo = jobs(networks=networks, million=million, heads=heads, head_dim=head_dim)
+    with Progress("distributed", len(todo)) as bar:
+        for network, processes, arguments in todo:
+            if not any(is_measured(row, network, processes, arguments) for row in recording.rows):
+                for row in measure(network, processes, **arguments):
+                    recording.add(row)
+            bar.advance()
+    _finish(recording, distributed_tables, None, json)
+
+
 @app.command("lra")
 def lra(
     context: typer.Context,

@@ -1,0 +1,147 @@
+"""What `lln bench distributed` has measured, and what a model fitted to it says of more processes and longer sequences,
+beside ring attention and Ulysses.
+
+The model: seconds = a N / P + b E (P - 1) + c E delay + d bytes / bandwidth, with E exchanges of a layer. Where several
+processes share a machine, N / P is N divided by the processors that they can have. a, b and c are fitted, c from 1 on;
+d is not, because the few bytes that LLN sends do not show in its time: it is what goes over the wire for each byte. The
+same a, b, c, d are taken for the other two, with their own messages and bytes and the quadratic time of softmax
+attention:
+
+- ring attention: keys and values pass all processes, and in the backward pass they and their gradients;
+- Ulysses: all-to-all from tokens to heads and back, for q, k, v and the output, and for their gradients. It needs at
+  least as many heads as processes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lln.report.table import Table
+from lln.results import Result, Row
+
+PREDICTED_PROCESSES = (8, 16, 32, 64, 128, 256, 512, 1024)
+PREDICTED_TOKENS = (1_000_000, 10_000_000, 100_000_000)
+# Megabits a second of each process, and delay of a message in milliseconds.
+PREDICTED_NETWORKS = {
+    "1 Gbit/s, 0.2 ms": (1000, 0.2),
+    "100 Mbit/s, 5 ms": (100, 5.0),
+    "100 Gbit/s, 0.01 ms": (100_000, 0.01),
+}
+# Collectives of a layer, forward and backward: header, counts, means, squares, numbers; state there and back, twice.
+EXCHANGES = 10
+ATTENTIONS = ("lln", "ring", "ulysses")
+
+
+def distributed_tables(result: Result) -> list[Table]:
+    """Measurements, and if networks were among them, predictions."""
+    rows, setting = result.rows, result.settings
+    measured = [row for row in rows if "seconds" in row]
+    measurements = Table(
+        "One layer of LLN attention, forward and backward",
+        ("network", "processes", "heads", "tokens", "ms", "messages", "KB sent", "KB on the wire", "MB at peak"),
+        [
+            (
+                row["network"],
+                str(row["processes"]),
+                str(row["heads"]),
+                f"{row['tokens']:,}",
+                f"{row['seconds'] * 1e3:,.0f}",
+                f"{row['messages']:.0f}",
+                f"{row['sent_bytes'] / 1e3:,.1f}",
+                f"{row['wire_bytes'] / 1e3:,.1f}" if row["wire_bytes"] else "",
+                f"{row['peak_bytes'] / 1e6:,.0f}",
+            )
+            for row in measured
+        ],
+        ("Times are of the slowest process; the rest is of the process that has most of it.",),
+    )
+    sizes = {"heads": setting["heads"], "width": setting["head_dim"]}
+    used = [row for row in rows if row.get("heads", setting["heads"]) == setting["heads"]]
+    if not any(row["megabits"] for row in used):
+        return [measurements]
+    fitted = fit(used, processors=result.origin["machine"]["cores"])
+    lines = []
+    for row in predict(fitted, **sizes):
+        if row["processes"] in (8, 64, 1024):
+            times = (row[f"{name}_{what}"] for what in ("wire_seconds", "seconds") for name in ATTENTIONS)
+            sent = (row[f"{name}_bytes"] for name in ATTENTIONS)
+            numbers = ("" if x is None else f"{x / 1e6:,.1f}" for x in sent)
+            spans = ("" if x is None else f"{x:,.2f}" for x in times)
+            lines.append((row["network"], f"{row['tokens']:,}", str(row["processes"]), *numbers, *spans))
+    predictions = Table(
+        f"Predicted for one layer of {sizes['heads']} heads of {sizes['width']}",
+        ("network", "tokens", "processes", *(f"{x}, {y}" for y in ("MB", "s wire", "s in all") for x in ATTENTIONS)),
+        lines,
+        (
+            f"The model differs from the measurements by up to {fitted['error']:.0%}. Ulysses needs a head a process.",
+            ", ".join(f"{name} {value:.3g}" for name, value in fitted.items()),
+        ),
+    )
+    return [measurements, predictions]
+
+
+def fit(rows: Sequence[Row], *, processors: int) -> dict[str, float]:
+    """The coefficients of the model from relative errors, and the largest relative error, `error`.
+
+    Args:
+        rows: measurements, with networks among them.
+        processors: of the machine that all processes shared.
+    """
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+    measured = [row for row in rows if "seconds" in row]
+    matrix = torch.tensor([_features(row, processors) for row in measured], dtype=torch.float64)
+    factor = max(row["wire_bytes"] / row["sent_bytes"] for row in measured if row["wire_bytes"])
+    least = torch.tensor([0.0, 0.0, 1.0, factor], dtype=torch.float64)
+    seconds = torch.tensor([row["seconds"] for row in measured], dtype=torch.float64)
+    weighted = matrix[:, :3] / seconds[:, None]
+    unit = weighted.abs().amax(dim=0).clamp(min=1e-300)
+    rest = 1 - matrix @ least / seconds
+    found, _ = nnls((weighted / unit).numpy(), rest.numpy())
+    coefficients = least.clone()
+    coefficients[:3] += torch.from_numpy(found) / unit
+    names = ("seconds_per_token", "seconds_per_message", "delays_per_exchange", "bandwidth_factor")
+    error = float(((matrix @ coefficients) / seconds - 1).abs().max())
+    softmax = [row["softmax_seconds"] / row["tokens"] ** 2 for row in rows if "softmax_seconds" in row]
+    return dict(zip(names, coefficients.tolist(), strict=True)) | {"error": error, "softmax_per_pair": softmax[0]}
+
+
+def _features(row: Row, processors: int) -> list[float]:
+    """What the four coefficients are multiplied with."""
+    size, tokens = row["processes"], row["tokens"]
+    if size == 1:
+        return [tokens, 0.0, 0.0, 0.0]
+    transfer = 0.0 if row["megabits"] is None else row["sent_bytes"] * 8 / (row["megabits"] * 1e6)
+    return [tokens / min(size, processors), EXCHANGES * (size - 1), EXCHANGES * row["delay"] / 1e3, transfer]
+
+
+def predict(fitted: dict[str, float], *, heads: int, width: int) -> Iterator[Row]:
+    """Seconds and bytes of a layer, forward and backward, for the three attentions."""
+    a, b, c, d = list(fitted.values())[:4]
+    for network, (megabits, delay) in PREDICTED_NETWORKS.items():
+        for tokens in PREDICTED_TOKENS:
+            for size in PREDICTED_PROCESSES:
+                row: dict[str, Any] = {"network": network, "tokens": tokens, "processes": size}
+                for name, (exchanges, messages, numbers) in traffic(tokens, size, heads, width).items():
+                    local = a * tokens / size if name == "lln" else fitted["softmax_per_pair"] * tokens**2 / size
+                    wire = b * messages + c * exchanges * delay / 1e3
+                    wire += d * numbers * 32 / (megabits * 1e6)
+                    row |= {f"{name}_bytes": 4 * numbers, f"{name}_wire_seconds": wire, f"{name}_seconds": local + wire}
+                if size > heads:
+                    row |= {f"ulysses_{x}": None for x in ("bytes", "wire_seconds", "seconds")}
+                yield row
+
+
+def traffic(tokens: int, size: int, heads: int, width: int) -> dict[str, tuple[float, float, float]]:
+    """Exchanges, messages and numbers that each process sends in a layer, forward and backward."""
+    share, part = (size - 1) / size, tokens / size
+    state = heads * width * (width + 1)
+    # Squares once, means and the state there and back, the state's gradients too; small numbers go to all.
+    lln = share * (heads * width * (width + 1) + 4 * heads * width + 4 * state) + (size - 1) * (8 * heads + 16)
+    ring_steps = size - 1
+    return {
+        "lln": (EXCHANGES, EXCHANGES * (size - 1), lln),
+        "ring": (2 * ring_steps, 2 * ring_steps, 3 * ring_steps * part * heads * 2 * width),
+        "ulysses": (8, 8 * (size - 1), 8 * share * part * heads * width),
+    }
