@@ -1,6 +1,7 @@
 """Which code computes attention, and why.
 
 - `cpu`: C for CPUs, built at first use (float32, float16, bfloat16);
+- `triton`: kernels for NVIDIA GPUs (float32, float16, bfloat16);
 - `torch`: plain torch, on any device; compiles, exports, differentiates twice.
 
 The first that can takes the problem. `LLN_BACKEND=torch` (or another name) leaves only that one and `torch`; inside
@@ -18,11 +19,12 @@ from torch import Tensor
 from lln.backends.base import Backend, Prepared
 from lln.backends.cpu import CpuBackend
 from lln.backends.torch import TorchBackend
+from lln.backends.triton import TritonBackend
 from lln.problem import Options, Problem
 from lln.recurrence import Advance, Recurrence
 from lln.repeats import Signature
 
-BACKENDS: tuple[Backend, ...] = (CpuBackend(), TorchBackend())
+BACKENDS: tuple[Backend, ...] = (CpuBackend(), TritonBackend(), TorchBackend())
 
 __all__ = ["BACKENDS", "Backend", "UnsupportedError", "advance", "attention", "choose", "explain", "use"]
 

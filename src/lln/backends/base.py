@@ -4,8 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from lln.checks import is_recorded
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
 
@@ -57,3 +59,35 @@ class Backend(ABC):
     def prepare_step(self, recurrence: Recurrence) -> Prepared | None:
         """`advance` in place for one token like that of a recurrence, as `prepare` is `attention`."""
         return None
+
+
+def transformed_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
+    """Why fused code must not run although it could: something else wants to see the operations."""
+    if torch.compiler.is_compiling():
+        is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+        return "torch.export is to give a graph that runs anywhere" if is_exporting() else None
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter and x is not None:
+            return "a tensor is of a class of its own"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func is transforming it"
+    if is_recorded():
+        return "a tracer or dispatch mode is recording the operations of torch"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation is on"
+    return None
+
+
+def new_rows(like: Tensor, width: int) -> Tensor:
+    """An empty (B, heads, tokens, width) tensor as fused code writes it, whatever the strides of `like`.
+
+    Rows of features are contiguous and do not overlap; samples, heads and tokens follow each other as they do in
+    `like`, so that whoever splits or joins heads, or packed sequences, needs no copy.
+    """
+    batch, heads, tokens, _ = like.shape
+    sample, head, token, _ = like.stride()
+    if head < token:
+        return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
+    if sample < head:
+        return like.new_empty((heads, batch, tokens, width)).transpose(0, 1)
+    return like.new_empty((batch, heads, tokens, width))

@@ -11,14 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lln.backends.base import Backend, Prepared
+from lln.backends.base import Backend, Prepared, transformed_reason
 from lln.backends.cpu import binding
 from lln.backends.cpu.allocation import as_rows
 from lln.backends.cpu.autograd import attention
 from lln.backends.cpu.binding import TYPES
 from lln.backends.cpu.build import BuildError, load
 from lln.backends.cpu.layout import MAX_BLOCK, MAX_WIDTH
-from lln.checks import is_recorded
 from lln.forms import centered
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
@@ -42,7 +41,7 @@ class CpuBackend(Backend):
                     return f"{name} differs between tokens"
         if problem.centers is not None and torch.is_grad_enabled() and any(x.requires_grad for x in problem.centers):
             return "gradients flow to centers in plain torch"
-        return _transformed_reason((problem.query, problem.key, problem.value)) or build_problem()
+        return transformed_reason((problem.query, problem.key, problem.value)) or build_problem()
 
     def far(self, problem: Problem) -> Tensor:
         return self.attention(replace(problem, near=None, block_size=0))
@@ -86,7 +85,7 @@ class CpuBackend(Backend):
                     return "gradients flow through a state in plain torch"
         if binding.dtypes_of(memory) != binding.MEMORY_DTYPES.get((memory.recent_key is None, value.dtype)):
             return "the state has other dtypes than one made for these tokens on a CPU"
-        return _transformed_reason(tensors) or build_problem()
+        return transformed_reason(tensors) or build_problem()
 
     def advance(self, recurrence: Recurrence) -> Advance:
         return binding.advance(recurrence)
@@ -107,23 +106,6 @@ def _unsupported_reason(query: Tensor, value: Tensor) -> str | None:
     for name, width in (("head dimension", query.shape[3]), ("value width", value.shape[3])):
         if width % 8 != 0 or not 8 <= width <= MAX_WIDTH:
             return f"{name} {width} is not a multiple of 8 up to {MAX_WIDTH}"
-    return None
-
-
-def _transformed_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
-    """Why C code must not run although it could: something else wants to see the operations."""
-    if torch.compiler.is_compiling():
-        is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
-        return "torch.export is to give a graph that runs anywhere" if is_exporting() else None
-    for x in tensors:
-        if type(x) is not Tensor and type(x) is not torch.nn.Parameter and x is not None:
-            return "a tensor is of a class of its own"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "torch.func is transforming it"
-    if is_recorded():
-        return "a tracer or dispatch mode is recording the operations of torch"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "forward-mode differentiation is on"
     return None
 
 

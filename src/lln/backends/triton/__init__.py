@@ -1,0 +1,116 @@
+"""Triton for NVIDIA GPUs: LLN attention, full and causal, and softmax among neighbours, with gradients.
+
+`kernels` has the code that runs on the GPU, `launch`, `backward` and `near` call it, `ops` makes torch.library ops of
+it, and `configs` has the sizes of tiles. Without a GPU it runs in Triton's interpreter (`TRITON_INTERPRET=1` before the
+process starts), slowly, for tests; it was compiled for real GPUs (`lln bench kernels`) and not timed on one.
+"""
+
+import functools
+import os
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lln.backends.base import Backend, transformed_reason
+from lln.backends.triton.configs import WIDEST
+from lln.forms import centered, sample_centers
+from lln.problem import Problem
+from lln.recurrence import Advance, Recurrence
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OLDEST = (8, 0)  # compute capability: the first with TF32
+
+
+class TritonBackend(Backend):
+    """float32, float16 and bfloat16 on NVIDIA GPUs, for widths up to 256."""
+
+    name = "triton"
+
+    def why_not(self, problem: Problem) -> str | None:
+        reason = unsupported_reason(problem.query, problem.value)
+        if reason is not None:
+            return reason
+        return transformed_reason((problem.query, problem.key, problem.value))
+
+    def far(self, problem: Problem) -> Tensor:
+        from lln.backends.triton.ops import far_op
+
+        if problem.form == "decomposed" and problem.centers is None:
+            problem = replace(problem, centers=sample_centers(problem))
+        alpha, beta = problem.alpha, problem.beta
+        if problem.scope == "batch" and (alpha is None or beta is None):
+            alpha, beta = centered(problem)[0].scales()
+        output: Tensor = far_op(
+            problem.query,
+            problem.key,
+            problem.value,
+            problem.queries.keep,
+            problem.keys.keep,
+            alpha,
+            beta,
+            problem.key_weight,
+            *(problem.centers or (None, None)),
+            problem.matching,
+            problem.form,
+            problem.is_causal,
+        )[0]
+        return output
+
+    def near(self, problem: Problem) -> Tensor:
+        from lln.backends.triton.ops import near_op
+
+        tokens = (problem.query, problem.key, problem.value, problem.keys.keep)
+        output: Tensor = near_op(*tokens, problem.block_size, problem.near == "window", problem.is_causal)[0]
+        return output
+
+
+def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
+    """Why there are no kernels for tokens of this kind."""
+    if query.device.type != "cuda" and not (query.is_cpu and is_interpreted()):
+        return f"device is {query.device.type}"
+    if query.dtype not in DTYPES:
+        return f"dtype is {str(query.dtype).removeprefix('torch.')}"
+    for name, width in (("head dimension", query.shape[3]), ("value width", value.shape[3])):
+        if width > WIDEST:
+            return f"{name} {width} is larger than {WIDEST}"
+    return missing_reason() or (device_reason(query.device) if query.device.type == "cuda" else None)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets kernels on CPU tensors: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _missing_reason() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    return None
+
+
+def missing_reason() -> str | None:
+    """Why Triton cannot be used; None if it can."""
+    return _missing_reason()
+
+
+@functools.cache
+def _device_reason(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "the kernels were not compiled for AMD GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        return f"compute capability {capability[0]}.{capability[1]} is older than {OLDEST[0]}.{OLDEST[1]}"
+    return None
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why a GPU cannot run the kernels; None if it can."""
+    return _device_reason(device)
+
+
+# All that torch.compiler.assume_constant_result does; calling it would import the compiler, which takes seconds.
+for _constant in (is_interpreted, missing_reason, device_reason):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
