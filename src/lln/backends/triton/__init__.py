@@ -64,6 +64,29 @@ class TritonBackend(Backend):
         output: Tensor = near_op(*tokens, problem.block_size, problem.near == "window", problem.is_causal)[0]
         return output
 
+    def why_not_advance(self, recurrence: Recurrence) -> str | None:
+        query, key, value, _, memory, alpha, beta, _, _, key_weight, _, near_query, near_key, _, _ = recurrence
+        reason = unsupported_reason(query, value)
+        if reason is None and near_query is not None:
+            reason = unsupported_reason(near_query, value)
+        if reason is not None:
+            return reason
+        if query.shape[2] != 1:
+            return "several tokens at once advance a state in plain torch"
+        if torch.compiler.is_compiling():
+            return "torch.compile wants to see the operations of a state"
+        if memory.mass.dtype != torch.float32 or memory.query_sums.dtype != torch.float64:
+            return "the state has other dtypes than one made for these tokens"
+        tensors = (query, key, value, *memory, alpha, beta, key_weight, near_query, near_key)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            return "gradients flow through a state in plain torch"
+        return transformed_reason(tensors)
+
+    def advance(self, recurrence: Recurrence) -> Advance:
+        from lln.backends.triton.step import step
+
+        return step(recurrence)
+
 
 def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
     """Why there are no kernels for tokens of this kind."""

@@ -19,6 +19,23 @@ WIDEST = 256
 NARROWEST = 16  # the least that tensor cores multiply
 
 
+# Kernels with more numbers in registers than four warps have.
+HEAVY = frozenset(
+    (
+        "queries_backward_kernel",
+        "keys_backward_kernel",
+        "near_kernel",
+        "near_queries_backward_kernel",
+        "near_keys_backward_kernel",
+        "causal_kernel",
+        "causal_queries_backward_kernel",
+        "causal_keys_backward_kernel",
+    )
+)
+# Kernels whose next tile waits for the one before it, or that have one tile.
+SEQUENTIAL = frozenset(x for x in HEAVY if x.startswith("causal")) | {"keys_backward_kernel"}
+
+
 class Config(NamedTuple):
     """How a kernel runs: tokens of a tile, warps of a program, and loads that are under way at a time."""
 
@@ -49,11 +66,9 @@ def config_of(kernel: str, block_d: int, block_v: int, *, is_float32: bool) -> C
     wide = max(block_d, block_v)
     if kernel == "prefix_match_kernel":
         return Config(512, 4, 1)
-    if kernel in ("near_kernel", "near_queries_backward_kernel", "near_keys_backward_kernel"):
-        tile = 64 if wide <= 64 else 32 if wide <= 128 else 16
-        return Config(tile, 4, 1 if is_float32 else 2)
-    if kernel.startswith("causal"):
-        tile = 64 if wide <= 64 else 32 if wide <= 128 else 16
-        return Config(tile, 4 if wide <= 64 else 8, 1)
+    if kernel == "step_kernel":
+        return Config(32, 4, 1)
+    # float32 tokens are multiplied in three parts, which takes about twice the registers.
+    wide *= 2 if is_float32 else 1
     tile = 64 if wide <= 64 else 32 if wide <= 128 else 16
-    return Config(tile, 4 if wide <= 64 else 8, 2)
+    return Config(tile, 8 if kernel in HEAVY or wide > 64 else 4, 1 if kernel in SEQUENTIAL else 2)

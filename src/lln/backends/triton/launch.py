@@ -117,7 +117,7 @@ def prepared(inputs: FarInputs) -> FarInputs:
 
 
 @functools.cache
-def _curve(head_dim: int, matching: Matching, form: Form, device: torch.device) -> Arguments:
+def curve_arguments(head_dim: int, matching: Matching, form: Form, device: torch.device) -> Arguments:
     """The matching curve as the arguments of a kernel."""
     table = curves.TABLE
     rows = [] if matching == "linear" else curves.curve_rows(head_dim, matching, form=form)
@@ -167,7 +167,7 @@ def match(inputs: FarInputs, matching: Matching, form: Form, *, is_causal: bool)
     query, key, value = inputs[:3]
     run = Launcher(query, value)
     (batch, heads, tokens, width), key_heads = query.shape, key.shape[1]
-    curve = _curve(width, matching, form, query.device)
+    curve = curve_arguments(width, matching, form, query.device)
     sides = (
         (query, inputs.keep_query, inputs.center_query),
         (key, inputs.keep_key, inputs.center_key),

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lln.backends.triton.configs import config_of
-from lln.backends.triton.kernels import causal, causal_backward, full_backward, gradients, moments, near, prefix, summary
+from lln.backends.triton.kernels import causal, causal_backward, full_backward, gradients, moments, near, prefix, step, summary
 
-MODULES = (moments, prefix, summary, full_backward, gradients, causal, causal_backward, near)
+MODULES = (moments, prefix, step, summary, full_backward, gradients, causal, causal_backward, near, step)
 
 
 @functools.cache

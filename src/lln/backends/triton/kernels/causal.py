@@ -12,12 +12,13 @@ import triton.language as tl
 from lln.backends.triton.kernels.common import (
     ABSENT,
     LARGEST,
-    NAN,
+   
     dot,
     kept_rows,
     load_rows,
     load_scale,
     load_vector,
+    nan_where,
     store_rows,
     weigh,
 )
@@ -170,6 +171,7 @@ def causal_kernel(
     mass = tl.load(weights + place * BLOCK_D + features)
     total = tl.load(sums + (place * BLOCK_D + features[:, None]) * width + columns[None, :])
     local = tl.arange(0, BLOCK_N)
+    all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
     start = split * split_tokens
     end = tl.minimum(start + split_tokens, tokens)
     ones = tl.full((BLOCK_N,), 1.0, tl.float32)
@@ -204,7 +206,7 @@ def causal_kernel(
         v = tl.where(odd_value[:, None], 0.0, v)
         # Later rows, and they alone, show what is not finite.
         odd = tl.min(tl.where((kept & ~finite) | odd_value, local, BLOCK_N), axis=0)
-        flags = query_flags + tl.where(local >= odd, NAN, 0.0)
+        flags = query_flags + nan_where(local >= odd)
         pairs = (local[None, :] <= local[:, None]) & finite[None, :]
         ref = first_seen(top, b, finite, True, BLOCK_N, 0)
         if tl.max(tl.max(b - ref[None, :], axis=1), axis=0) <= REACH:
@@ -214,13 +216,13 @@ def causal_kernel(
             P = tl.where(pairs, dot(f, tl.trans(e), tl.zeros((BLOCK_N, BLOCK_N), tl.float32), PRECISION), 0.0)
         else:
             highest = tl.full((BLOCK_N,), ABSENT, tl.float32)
-            for feature in range(D):
+            for feature in range(all_features):
                 b_l = column_of(b, feature, BLOCK_D)
                 seen = tl.max(tl.where(pairs, b_l[None, :], ABSENT), axis=1)
                 highest_l = column_of(a, feature, BLOCK_D) + tl.maximum(seen, entry_of(top, feature, BLOCK_D))
                 highest = tl.maximum(highest, highest_l)
             P = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
-            for feature in range(D):
+            for feature in range(all_features):
                 a_l = column_of(a, feature, BLOCK_D) - highest
                 b_l = column_of(b, feature, BLOCK_D)
                 P += tl.where(pairs, tl.exp(tl.minimum(a_l[:, None] + b_l[None, :], 1.0)), 0.0)
@@ -236,4 +238,4 @@ def causal_kernel(
             logs = tl.where(is_empty, ABSENT, highest + tl.log(safe) + flags)
             tl.store(logs_of_total + pair * tokens + rows, logs, mask=is_row)
         top, mass, total = remember(top, mass, total, b, v, ones, finite, PRECISION)
-        mass += tl.where(odd < BLOCK_N, NAN, 0.0)
+        mass += nan_where(odd < BLOCK_N)

@@ -138,6 +138,7 @@ def causal_queries_backward_kernel(
     mass = tl.load(weights + place * BLOCK_D + features)
     total = tl.load(sums + (place * BLOCK_D + features[:, None]) * width + columns[None, :])
     local = tl.arange(0, BLOCK_N)
+    all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
     start = split * split_tokens
     end = tl.minimum(start + split_tokens, tokens)
     ones = tl.full((BLOCK_N,), 1.0, tl.float32)
@@ -182,7 +183,7 @@ def causal_queries_backward_kernel(
             e = tl.where(kept[:, None], tl.exp(b - ref[None, :]), 0.0)
             d_a += f * dot(d_weights, e, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
         else:
-            for feature in range(D):
+            for feature in range(all_features):
                 d_column = tl.sum(exponentials(c, b, feature, pairs, BLOCK_D) * d_weights, axis=1)
                 d_a += tl.where((features == feature)[None, :], d_column[:, None], 0.0)
         store_rows(d_logs, d_a, rows, D, rows < end, D, BLOCK_D, 0)
@@ -280,6 +281,7 @@ def causal_keys_backward_kernel(
     mass = tl.load(weights + place * BLOCK_D + features)
     total = tl.load(sums + (place * BLOCK_D + features[:, None]) * width + columns[None, :])
     local = tl.arange(0, BLOCK_N)
+    all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
     start = split * split_tokens
     end = tl.minimum(start + split_tokens, tokens)
     chunks = tl.cdiv(end - start, BLOCK_N)
@@ -328,7 +330,7 @@ def causal_keys_backward_kernel(
             d_b += e * dot(tl.trans(d_weights), f, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
         else:
             P = zero
-            for feature in range(D):
+            for feature in range(all_features):
                 own = exponentials(c, b, feature, pairs, BLOCK_D)
                 P += own
                 d_column = tl.sum(own * d_weights, axis=0)

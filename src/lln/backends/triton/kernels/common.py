@@ -12,7 +12,12 @@ ABSENT = tl.constexpr(-1.7014117331926443e38)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 # Padding that is larger than this counts as zero, see `lln.masks.LARGEST_PADDING`.
 LARGEST_PADDING = tl.constexpr(1e15)
-NAN = tl.constexpr(float("nan"))
+
+
+@triton.jit
+def nan_where(condition):
+    """NaN where a condition holds, else 0."""
+    return tl.where(condition, float("nan"), 0.0)
 
 
 @triton.jit
@@ -59,7 +64,7 @@ def load_vector(pointer, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def row_flags(x):
     """NaN for each row with an entry that is not finite, else 0: an exponential would hide -inf."""
     odd = tl.max(tl.where(tl.abs(x) <= LARGEST, 0.0, 1.0), axis=1)
-    return tl.where(odd > 0.0, NAN, 0.0)
+    return nan_where(odd > 0.0)
 
 
 @triton.jit

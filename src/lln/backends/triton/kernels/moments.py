@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.common import LARGEST, NAN, kept_rows, load_rows, load_vector, dot
+from lln.backends.triton.kernels.common import LARGEST, kept_rows, load_rows, load_vector, dot, nan_where
 
 LARGEST_ENTRY = tl.constexpr(1e15)
 SMALLEST_SIGMA = tl.constexpr(1e-30)
@@ -84,7 +84,7 @@ def moments_kernel(
     target = squares + place * BLOCK_D * BLOCK_D + features[:, None] * BLOCK_D + columns[None, :]
     tl.store(target, total)
     if column == 0:
-        tl.store(means + place * BLOCK_D + features, mean + tl.where(odd > 0.0, NAN, 0.0))
+        tl.store(means + place * BLOCK_D + features, mean + nan_where(odd > 0.0))
         tl.store(counts + place, count)
 
 

@@ -8,7 +8,7 @@ tokens, up to i if RIGHT is 0. A token that is not kept gets zeros.
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.common import ABSENT, LARGEST, NAN, dot, load_rows, store_rows
+from lln.backends.triton.kernels.common import ABSENT, LARGEST, dot, load_rows, store_rows, nan_where
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def near_kernel(
         top = new_top
     there = i < count
     safe = tl.where(there, weight, 1.0)
-    result = tl.where(there[:, None], total / safe[:, None] + tl.where(odd > 0.0, NAN, 0.0)[:, None], 0.0)
+    result = tl.where(there[:, None], total / safe[:, None] + nan_where(odd > 0.0)[:, None], 0.0)
     store_rows(output, result, rows, output_token, i < tokens, V, BLOCK_V, 0)
     tl.store(logs + pair * tokens + rows, top + tl.log(safe), mask=i < tokens)
 

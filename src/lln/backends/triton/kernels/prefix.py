@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.common import LARGEST, NAN, kept_rows, load_rows, load_vector
+from lln.backends.triton.kernels.common import LARGEST, kept_rows, load_rows, load_vector, nan_where
 from lln.backends.triton.kernels.moments import LARGEST_ENTRY, bounded, divide, matched_spread
 
 
@@ -20,7 +20,7 @@ def entries_of(tile, origin, D: tl.constexpr, BLOCK_D: tl.constexpr):
     mean = tl.sum(apart, axis=1) / D
     around = tl.where(there, apart - mean[:, None], 0.0)
     within = tl.sum(around * around, axis=1) / D
-    return origin.to(tl.float64) + mean.to(tl.float64) + tl.where(odd > 0.0, NAN, 0.0).to(tl.float64), within
+    return origin.to(tl.float64) + mean.to(tl.float64) + nan_where(odd > 0.0).to(tl.float64), within
 
 
 @triton.jit

@@ -1,0 +1,209 @@
+"""One more token of a state: statistics, memory and output of a head in one program.
+
+Shapes: F features of LLN attention, D of softmax attention among neighbours, V value width, C recent tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from lln.backends.triton.kernels.common import ABSENT, load_rows, load_vector, row_flags
+from lln.backends.triton.kernels.prefix import entries_of, scales_of, sigma_of
+
+
+@triton.jit
+def add_token(sums, x, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the entries x (1, WIDTH) of a token to the sums of a head in memory; returns them."""
+    origin = tl.sum(tl.where((tl.arange(0, BLOCK) == 0)[None, :], x, 0.0), axis=1)
+    mean, within = entries_of(x, origin, WIDTH, BLOCK)
+    mean, within = tl.sum(mean, axis=0), tl.sum(within, axis=0).to(tl.float64)
+    mean, within = tl.where(kept, mean, 0.0), tl.where(kept, within, 0.0)
+    of_mean = tl.load(sums) + mean
+    of_square = tl.load(sums + 1) + mean * mean
+    of_within = tl.load(sums + 2) + within
+    tl.store(sums, of_mean)
+    tl.store(sums + 1, of_square)
+    tl.store(sums + 2, of_within)
+    return of_mean, of_square, of_within
+
+
+@triton.jit
+def step_kernel(
+    query,
+    key,
+    value,
+    keep,
+    mass,
+    values,
+    num_tokens,
+    query_sums,
+    key_sums,
+    alpha,
+    beta,
+    weight,
+    curve,
+    near_query,
+    near_key,
+    recent_key,
+    recent_value,
+    output,
+    near_output,
+    query_batch,
+    query_head,
+    key_batch,
+    key_head,
+    value_batch,
+    value_head,
+    near_query_batch,
+    near_query_head,
+    near_key_batch,
+    near_key_head,
+    heads,
+    groups,
+    recent,
+    near_scale,
+    a,
+    b,
+    log_start,
+    log_ratio,
+    log_count,
+    log_count_ratio,
+    F: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VALUE_BLOCKS: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_NEAR: tl.constexpr,
+    IS_WINDOW: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    APART: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    row_head = head // groups
+    query += batch * query_batch + head * query_head
+    key += batch * key_batch + row_head * key_head
+    value += batch * value_batch + row_head * value_head
+    count = tl.load(num_tokens + batch)
+    is_kept = (count * 0 + 1).to(tl.int32)
+    if HAS_KEEP:
+        is_kept = tl.load(keep + batch).to(tl.int32)
+    kept = is_kept > 0
+    features = tl.arange(0, BLOCK_F)
+    there = features < F
+    q = load_vector(query, F, BLOCK_F)
+    k = tl.load(key + features, mask=features < F * is_kept, other=0.0).to(tl.float32)
+    # Statistics of the tokens so far, and what they are matched to.
+    counted_q = tl.where(features < F * is_kept, q, 0.0)
+    mean_q, square_q, within_q = add_token(query_sums + pair * 3, counted_q[None, :], kept, F, BLOCK_F)
+    mean_k, square_k, within_k = add_token(key_sums + pair * 3, k[None, :], kept, F, BLOCK_F)
+    tokens = count + is_kept.to(tl.int64)
+    number = tl.maximum(tokens, 1).to(tl.float64)
+    sigma_q = sigma_of(mean_q, square_q, within_q, number)
+    sigma_k = sigma_of(mean_k, square_k, within_k, number)
+    own_alpha, own_beta = scales_of(
+        sigma_q,
+        sigma_k,
+        tokens.to(tl.float32),
+        curve,
+        a,
+        b,
+        log_start,
+        log_ratio,
+        log_count,
+        log_count_ratio,
+        ROWS,
+        COLUMNS,
+        NARROW,
+        F,
+    )
+    if HAS_ALPHA:
+        own_alpha = tl.load(alpha + pair)
+    if HAS_BETA:
+        own_beta = tl.load(beta + pair)
+    # The memory with the token in it.
+    logs = k * own_beta
+    shift = 0.0
+    if NORMALIZED:
+        top = tl.max(tl.where(there, logs, ABSENT), axis=0)
+        shift = -top - tl.log(tl.sum(tl.where(there, tl.exp(logs - top), 0.0), axis=0))
+    if HAS_WEIGHT:
+        shift += tl.load(weight + pair)
+    logs = logs + shift + tl.sum(row_flags(k[None, :]), axis=0)
+    logs = tl.where(features < F * is_kept, logs, ABSENT)
+    old_mass = tl.load(mass + pair * F + features, mask=there, other=ABSENT)
+    high = tl.maximum(old_mass, logs)
+    new_mass = high + tl.log(tl.exp(old_mass - high) + tl.exp(logs - high))
+    new_mass = tl.where(kept, new_mass, old_mass)
+    tl.store(mass + pair * F + features, new_mass, mask=there)
+    share = tl.where(kept, tl.exp(old_mass - new_mass), 1.0)
+    own_share = tl.where(kept, tl.exp(logs - new_mass), 0.0)
+    scores = tl.where(there, q * own_alpha + new_mass + tl.sum(row_flags(q[None, :]), axis=0), ABSENT * 2)
+    recalled = tl.exp(scores - tl.max(scores, axis=0))
+    recalled = recalled / tl.sum(recalled, axis=0)
+    # Softmax attention to the recent tokens: the ring, and the new one at its place in it.
+    slot = (count % tl.maximum(recent, 1)).to(tl.int32)
+    near_top, near_weight = 0.0, 1.0
+    if HAS_NEAR:
+        near_query += batch * near_query_batch + head * near_query_head
+        near_key += batch * near_key_batch + row_head * near_key_head
+        recent_key += (batch * (heads // groups) + row_head) * recent * D
+        recent_value += (batch * (heads // groups) + row_head) * recent * V
+        near_q = load_vector(near_query, D, BLOCK_D) * near_scale
+        near_features = tl.arange(0, BLOCK_D)
+        near_k = tl.load(near_key + near_features, mask=near_features < D * is_kept, other=0.0)
+        own_score = tl.sum(near_q * near_k.to(tl.float32), axis=0)
+        near_top = own_score
+        near_weight = 1.0
+        for first in range(0, recent, BLOCK_N):
+            slots = first + tl.arange(0, BLOCK_N)
+            seen = (slots < recent) & (slots != slot) & (slots < count)
+            if not IS_WINDOW:
+                seen = seen & (slots < slot)
+            old = load_rows(recent_key, slots, D, seen, D, BLOCK_D, 0)
+            own = tl.where(seen, tl.sum(old * near_q[None, :], axis=1), ABSENT)
+            high_score = tl.maximum(near_top, tl.max(own, axis=0))
+            near_weight = near_weight * tl.exp(near_top - high_score)
+            near_weight += tl.sum(tl.where(seen, tl.exp(own - high_score), 0.0), axis=0)
+            near_top = high_score
+    for value_first in range(0, VALUE_BLOCKS * BLOCK_V, BLOCK_V):
+        columns = value_first + tl.arange(0, BLOCK_V)
+        is_value = columns < V
+        v = tl.load(value + columns, mask=columns < V * is_kept, other=0.0)
+        place = values + (pair * F + features[:, None]) * V + columns[None, :]
+        mask = there[:, None] & is_value[None, :]
+        kept_values = tl.load(place, mask=mask, other=0.0) * share[:, None] + own_share[:, None] * v.to(tl.float32)[None, :]
+        tl.store(place, kept_values, mask=mask)
+        result = tl.sum(recalled[:, None] * kept_values, axis=0)
+        if HAS_NEAR:
+            near = tl.exp(own_score - near_top) * v.to(tl.float32)
+            for first in range(0, recent, BLOCK_N):
+                slots = first + tl.arange(0, BLOCK_N)
+                seen = (slots < recent) & (slots != slot) & (slots < count)
+                if not IS_WINDOW:
+                    seen = seen & (slots < slot)
+                old = load_rows(recent_key, slots, D, seen, D, BLOCK_D, 0)
+                own = tl.where(seen, tl.sum(old * near_q[None, :], axis=1), ABSENT)
+                weights = tl.where(seen, tl.exp(own - near_top), 0.0)
+                old_values = load_rows(recent_value, slots, V, seen, V, BLOCK_V, value_first)
+                near += tl.sum(weights[:, None] * old_values, axis=0)
+            near = tl.where(kept, near / near_weight, 0.0)
+            if APART:
+                tl.store(near_output + pair * V + columns, near, mask=is_value)
+            else:
+                result = (result + near) * 0.5
+            if head % groups == 0:
+                tl.store(recent_value + slot * V + columns, v, mask=columns < V * is_kept)
+        tl.store(output + pair * V + columns, result.to(output.dtype.element_ty), mask=is_value)
+    if HAS_NEAR:
+        if head % groups == 0:
+            tl.store(recent_key + slot * D + near_features, near_k, mask=near_features < D * is_kept)
