@@ -3,13 +3,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+TRITON := .venv/.triton
 C_FILES := $(wildcard src/lln/backends/cpu/src/*.[ch] tests/sanitize/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint sanitize format bench clean
+.PHONY: help demo test test-triton lint sanitize format bench clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -22,6 +23,14 @@ demo: $(READY)  ## see moment matching, linear cost and training at work (five m
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+$(TRITON): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[triton]'
+	@touch $@
+
+test-triton: $(TRITON)  ## run the GPU kernels in an interpreter, and compile them for real GPUs (downloads 300 MB)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/triton tests/test_backends.py
+	$(BIN)/python -m pytest -m compiled tests/triton
 
 lint: $(READY)  ## check format, style and types
 	$(BIN)/ruff format --check .

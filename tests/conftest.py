@@ -15,6 +15,25 @@ from lln.cache import cache_folder
 torch.set_num_threads(1)
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import inspect
+
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    BUILTINS = {}
+
+    def patch_builtin(package, builder, scope):
+        """As Triton's, which looks for the builtins of its language anew for each call of each function."""
+        if package not in BUILTINS:
+            BUILTINS[package] = [name for name, x in inspect.getmembers(package) if tl.core.is_builtin(x)]
+        for name in BUILTINS[package]:
+            if tl.core.is_builtin(x := getattr(package, name)):
+                interpreter._patch_attr(package, name, x, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ def compare_attention(
     max_seconds: float = math.inf,
     seed: int = 0,
     done: Sequence[Row] = (),
+    device: str = "cpu",
 ) -> Iterator[Row]:
     """A row for each pass, length and mechanism; all mechanisms of a length are timed in the same rounds.
 
@@ -41,7 +42,7 @@ def compare_attention(
     would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, as far as its growth
     tells, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are left out.
     """
-    setting = Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal)
+    setting = Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal, device=device)
     for name in mechanisms:
         candidates.check_name(name)
     known = list(done)
@@ -109,6 +110,11 @@ def _compare_at(
         )
 
 
+def _free_bytes(setting: Setting) -> int:
+    free: int = torch.cuda.mem_get_info()[0] if setting.device == "cuda" else free_bytes()
+    return free
+
+
 def _reason_to_skip(
     name: str, setting: Setting, tokens: int, before: Sequence[Row], *, backward: bool, max_seconds: float
 ) -> Row | None:
@@ -119,7 +125,7 @@ def _reason_to_skip(
         predict(lengths, times, tokens, quadratic=candidates.quadratic(name)) if math.isfinite(max_seconds) else None
     )
     predicted = {} if guess is None else {"predicted_milliseconds": guess}
-    needed, free = candidates.matrix_bytes(name, setting, tokens, backward=backward), free_bytes()
+    needed, free = candidates.matrix_bytes(name, setting, tokens, backward=backward), _free_bytes(setting)
     if needed > FREE_SHARE * free:
         reason = f"its matrices would take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         return {"skipped": reason} | predicted

@@ -33,8 +33,13 @@ class Setting:
     head_dim: int = 64
     dtype: str = "float32"
     causal: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is cuda, and torch sees no GPU here (torch.cuda.is_available() is False)")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.heads < 1 or self.head_dim < 1:
@@ -45,6 +50,7 @@ class CannotRunError(Exception):
     """A candidate that has no form for this setting; the text says why."""
 
 
+# What is compared by default, on a CPU and on a GPU.
 MECHANISMS = (
     "softmax",
     "softmax_explicit",
@@ -57,6 +63,7 @@ MECHANISMS = (
     "lln_diag",
     "floor",
 )
+GPU_MECHANISMS = ("softmax", "lln_torch", "lln_compiled", "fla", "lln", "lln_diag", "floor")
 # Explicit N x N matrices that are there at the same time: scores and weights, and with gradients those of both.
 MATRICES = {False: 2, True: 4}
 
@@ -91,7 +98,8 @@ def matrix_bytes(name: str, setting: Setting, tokens: int, *, backward: bool) ->
 
 
 def random_inputs(setting: Setting, tokens: int) -> tuple[Tensor, ...]:
-    return random_heads(tokens, heads=setting.heads, head_dim=setting.head_dim, dtype=DTYPES[setting.dtype])
+    heads = random_heads(tokens, heads=setting.heads, head_dim=setting.head_dim, dtype=DTYPES[setting.dtype])
+    return tuple(x.to(setting.device) for x in heads)
 
 
 def make_call(name: str, setting: Setting, inputs: tuple[Tensor, ...], *, backward: bool) -> Call:
@@ -128,6 +136,10 @@ def _attention(name: str, setting: Setting, tokens: int) -> Callable[..., Tensor
         return partial(lln_diag_attention, is_causal=causal)
     if name == "lln_torch":
         return partial(_plain_lln, is_causal=causal)
+    if name == "lln_compiled":
+        return torch.compile(partial(_plain_lln, is_causal=causal))
+    if name == "fla":
+        return _fla(setting)
     if name == "floor":
         return _products
     if name == "paper":
@@ -139,13 +151,13 @@ def _attention(name: str, setting: Setting, tokens: int) -> Callable[..., Tensor
     module = build(name, num_heads=setting.heads, head_dim=setting.head_dim, max_len=tokens).eval()
     if causal and not describe(name).causal:
         raise CannotRunError("it has no causal form")
-    return partial(module.to(DTYPES[setting.dtype]), is_causal=causal)
+    return partial(module.to(setting.device, DTYPES[setting.dtype]), is_causal=causal)
 
 
 def _explicit_softmax(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
     scores = (query * query.shape[-1] ** -0.5) @ key.mT
     if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     return torch.softmax(scores, dim=-1) @ value
 
@@ -158,6 +170,23 @@ def _products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _plain_lln(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
     with plain_torch():
         return lln_attention(query, key, value, is_causal=is_causal)
+
+
+def _fla(setting: Setting) -> Callable[..., Tensor]:
+    """linear_attn of flash-linear-attention, which has tokens before heads and is causal."""
+    try:
+        from fla.ops.linear_attn import chunk_linear_attn  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise CannotRunError("flash-linear-attention is not installed") from error
+    if not setting.causal:
+        raise CannotRunError("it is causal only; compare with --causal")
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        output: Tensor = chunk_linear_attn(query, key, value)[0]
+        return output.transpose(1, 2)
+
+    return attend
 
 
 @contextmanager

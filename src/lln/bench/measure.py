@@ -141,9 +141,16 @@ def total_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _seconds(run: Callable[[], object]) -> float:
+    _wait_for_gpu()
     before = time.perf_counter()
     run()
+    _wait_for_gpu()
     return time.perf_counter() - before
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _busy_seconds() -> float | None:

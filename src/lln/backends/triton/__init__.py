@@ -1,8 +1,9 @@
 """Triton for NVIDIA GPUs: LLN attention, full and causal, and softmax among neighbours, with gradients.
 
-`kernels` has the code that runs on the GPU, `launch`, `backward` and `near` call it, `ops` makes torch.library ops of
-it, and `configs` has the sizes of tiles. Without a GPU it runs in Triton's interpreter (`TRITON_INTERPRET=1` before the
-process starts), slowly, for tests; it was compiled for real GPUs (`lln bench kernels`) and not timed on one.
+`kernels` has the code that runs on the GPU, `statistics`, `forward`, `backward`, `near` and `step` call it, `ops` makes
+torch.library ops of it, and `configs` has the sizes of tiles. Without a GPU it runs in Triton's interpreter
+(`TRITON_INTERPRET=1` before the process starts), slowly, for tests; it was compiled for real GPUs (`lln bench kernels`)
+and not timed on one.
 """
 
 import functools
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lln.backends.base import Backend, transformed_reason
-from lln.backends.triton.configs import WIDEST
+from lln.backends.triton.configs import WIDEST, WIDEST_CAUSAL
 from lln.forms import centered, sample_centers
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
@@ -31,6 +32,8 @@ class TritonBackend(Backend):
         reason = unsupported_reason(problem.query, problem.value)
         if reason is not None:
             return reason
+        if problem.far and problem.is_causal and problem.query.shape[3] > WIDEST_CAUSAL:
+            return f"causal attention of head dimension {problem.query.shape[3]} is wider than {WIDEST_CAUSAL}"
         return transformed_reason((problem.query, problem.key, problem.value))
 
     def far(self, problem: Problem) -> Tensor:
@@ -136,4 +139,4 @@ def device_reason(device: torch.device) -> str | None:
 
 # All that torch.compiler.assume_constant_result does; calling it would import the compiler, which takes seconds.
 for _constant in (is_interpreted, missing_reason, device_reason):
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _constant._dynamo_marked_constant = True  # type: ignore[union-attr]

@@ -6,23 +6,21 @@ import torch
 from torch import Tensor
 
 from lln.backends.base import new_rows
-from lln.backends.triton.configs import split_of
-from lln.backends.triton.launch import (
+from lln.backends.triton.arguments import (
     ALL,
     Arguments,
     FarInputs,
     Launcher,
-    causal_arguments,
     center_arguments,
+    contiguous_features,
     keep_arguments,
     new_floats,
-    new_summary,
     prepared,
     row_arguments,
-    running,
     scale_arguments,
-    summarize,
 )
+from lln.backends.triton.configs import split_of
+from lln.backends.triton.forward import causal_arguments, new_summary, running, summarize
 from lln.matching.curves import Form
 
 
@@ -73,9 +71,8 @@ def far_backward(
 ) -> Gradients:
     """Gradients of LLN attention, from what `far_forward` returned."""
     inputs = prepared(inputs)
-    if gradient.stride(3) != 1:
-        gradient = gradient.contiguous()
-    run = Launcher(inputs.query, inputs.value)
+    gradient = contiguous_features(gradient)
+    run = Launcher(inputs.query, inputs.value, is_causal=is_causal)
     if is_causal:
         return _causal_backward(run, gradient, inputs, output, first, form, wanted)
     return _full_backward(run, gradient, inputs, first, second, form, wanted)
@@ -91,12 +88,18 @@ def _key_arguments(inputs: FarInputs, form: Form, wanted: Wanted, into: _Results
         **scale_arguments("beta", inputs.beta, inputs.key),
         **center_arguments("center", inputs.center_key, inputs.key),
         **center_arguments("other_center", inputs.center_query, inputs.key),
-        **{"d_beta": into.beta, "d_weight": into.key_weight},
-        **{"d_center": into.center_parts[2], "d_other_center": into.center_parts[1]},
-        **{"key_heads": key_heads, "groups": inputs.query.shape[1] // key_heads},
-        **{"tokens": inputs.key.shape[2], "tiles": tiles},
-        **{"CENTERED": inputs.is_centered, "NORMALIZED": form != "paper"},
-        **{"SCALE_GRADIENT": wanted.scales, "WEIGHT_GRADIENT": wanted.key_weight},
+        "d_beta": into.beta,
+        "d_weight": into.key_weight,
+        "d_center": into.center_parts[2],
+        "d_other_center": into.center_parts[1],
+        "key_heads": key_heads,
+        "groups": inputs.query.shape[1] // key_heads,
+        "tokens": inputs.key.shape[2],
+        "tiles": tiles,
+        "CENTERED": inputs.is_centered,
+        "NORMALIZED": form != "paper",
+        "SCALE_GRADIENT": wanted.scales,
+        "WEIGHT_GRADIENT": wanted.key_weight,
         "CENTER_GRADIENT": wanted.centers,
     }
 
@@ -121,9 +124,18 @@ def _full_backward(
         **keep_arguments(inputs.keep_query, query),
         **scale_arguments("alpha", inputs.alpha, query),
         **center_arguments("center", inputs.center_query, query),
-        **{"mass": mass, "values": values, "d_alpha": into.alpha, "d_masses": d_mass, "d_sums": d_sums},
-        **{"d_center": into.center_parts[0], "heads": heads, "tokens": tokens, "splits": splits},
-        **{"split_tokens": split_tokens, "CENTERED": inputs.is_centered, "SCALE_GRADIENT": wanted.scales},
+        mass=mass,
+        values=values,
+        d_alpha=into.alpha,
+        d_masses=d_mass,
+        d_sums=d_sums,
+        d_center=into.center_parts[0],
+        heads=heads,
+        tokens=tokens,
+        splits=splits,
+        split_tokens=split_tokens,
+        CENTERED=inputs.is_centered,
+        SCALE_GRADIENT=wanted.scales,
         CENTER_GRADIENT=wanted.centers,
         PRECISION=run.precision,
     )
@@ -134,8 +146,13 @@ def _full_backward(
         batch * heads,
         run.sizes["BLOCK_D"] // features,
         needs="BLOCK_D BLOCK_V VALUE_BLOCKS",
-        **{"d_masses": d_mass, "d_sums": d_sums, "values": values, "shift": shift, "total_sums": sums},
-        **{"splits": splits, "BLOCK_F": features},
+        d_masses=d_mass,
+        d_sums=d_sums,
+        values=values,
+        shift=shift,
+        total_sums=sums,
+        splits=splits,
+        BLOCK_F=features,
     )
     run(
         "keys_backward_kernel",
@@ -144,7 +161,10 @@ def _full_backward(
         **_key_arguments(inputs, form, wanted, into, tiles),
         **row_arguments("value", inputs.value),
         **scale_arguments("weight", inputs.key_weight, key),
-        **{"mass": mass, "shift": shift, "sums": sums, "HAS_WEIGHT": inputs.key_weight is not None},
+        mass=mass,
+        shift=shift,
+        sums=sums,
+        HAS_WEIGHT=inputs.key_weight is not None,
         PRECISION=run.precision,
     )
     return into.all(width, wanted)
@@ -160,8 +180,12 @@ def row_dots(run: Launcher, gradient: Tensor, output: Tensor) -> Tensor:
         batch * heads * tiles,
         **row_arguments("x", gradient),
         **row_arguments("y", output),
-        **{"dots": dots, "heads": heads, "tokens": tokens, "tiles": tiles},
-        **{"V": width, "BLOCK_V": run.value_power},
+        dots=dots,
+        heads=heads,
+        tokens=tokens,
+        tiles=tiles,
+        V=width,
+        BLOCK_V=run.value_power,
     )
     return dots
 
@@ -177,19 +201,14 @@ def _causal_backward(
     arguments: dict[str, Any] = {
         **causal_arguments(run, inputs, form),
         **row_arguments("gradient", gradient),
-        **{"logs_of_total": logs, "dots": dots, "pairs_of_heads": pairs},
+        "logs_of_total": logs,
+        "dots": dots,
     }
-    d_query_logs = new_floats(query, blocks, batch, heads, tokens, width)
+    d_query_logs = new_floats(query, batch, heads, tokens, width)
     starts = running(run, summarize(run, inputs, form), pairs, reverse=False)
-    run(
-        "causal_queries_backward_kernel",
-        pairs * splits,
-        blocks,
-        needs=ALL,
-        **arguments,
-        **starts._asdict(),
-        d_logs=d_query_logs,
-    )
+    for block in range(blocks):
+        sums: dict[str, Any] = {**arguments, **starts._asdict(), "d_logs": d_query_logs, "block": block}
+        run("causal_queries_backward_kernel", pairs * splits, needs=ALL, **sums)
     after = new_summary(run, query, pairs * splits)
     run(
         "summarize_kernel",
@@ -204,20 +223,29 @@ def _causal_backward(
         **center_arguments("center", inputs.center_query, query),
         **center_arguments("other_center", None, query),
         **{"factor": dots, **after._asdict(), "heads": heads, "groups": 1, "tokens": tokens},
-        **{"split_tokens": split_tokens, "splits": splits, "HAS_SHIFT": True, "HAS_FACTOR": True, "IS_QUERY": True},
-        **{"CENTERED": inputs.is_centered, "NORMALIZED": False, "PRECISION": run.precision},
+        split_tokens=split_tokens,
+        splits=splits,
+        HAS_SHIFT=True,
+        HAS_FACTOR=True,
+        IS_QUERY=True,
+        CENTERED=inputs.is_centered,
+        NORMALIZED=False,
+        PRECISION=run.precision,
     )
-    d_key_logs = new_floats(query, blocks, batch, heads, tokens, width)
+    d_key_logs = new_floats(query, batch, heads, tokens, width)
     d_values = new_floats(query, batch, heads, tokens, inputs.value.shape[3])
-    run(
-        "causal_keys_backward_kernel",
-        pairs * splits,
-        blocks,
-        needs=ALL,
-        **arguments,
-        **running(run, after, pairs, reverse=True)._asdict(),
-        **{"d_logs": d_key_logs, "d_values": d_values},
-    )
+    sums = {**arguments, **running(run, after, pairs, reverse=True)._asdict(), "d_logs": d_key_logs}
+    for block in range(blocks):
+        for of_values in (False, True):
+            run(
+                "causal_keys_backward_kernel",
+                pairs * splits,
+                needs=ALL,
+                **sums,
+                d_values=d_values,
+                block=block,
+                OF_VALUES=of_values,
+            )
     query_tiles = run.tiles("finish_queries_kernel", tokens)
     tiles = run.tiles("finish_keys_kernel", tokens)
     into = _Results(inputs, wanted, run.sizes["BLOCK_D"], query_tiles, tiles)
@@ -230,15 +258,22 @@ def _causal_backward(
         **keep_arguments(inputs.keep_query, query),
         **scale_arguments("alpha", inputs.alpha, query),
         **center_arguments("center", inputs.center_query, query),
-        **{"d_logs": d_query_logs, "d_alpha": into.alpha, "d_center": into.center_parts[0], "PARTS": blocks},
-        **{"heads": heads, "pairs": pairs, "tokens": tokens, "tiles": query_tiles},
-        **{"CENTERED": inputs.is_centered, "SCALE_GRADIENT": wanted.scales, "CENTER_GRADIENT": wanted.centers},
+        d_logs=d_query_logs,
+        d_alpha=into.alpha,
+        d_center=into.center_parts[0],
+        heads=heads,
+        tokens=tokens,
+        tiles=query_tiles,
+        CENTERED=inputs.is_centered,
+        SCALE_GRADIENT=wanted.scales,
+        CENTER_GRADIENT=wanted.centers,
     )
     run(
         "finish_keys_kernel",
         batch * key.shape[1] * tiles,
         needs=ALL,
         **_key_arguments(inputs, form, wanted, into, tiles),
-        **{"d_logs": d_key_logs, "d_values": d_values, "pairs": pairs},
+        d_logs=d_key_logs,
+        d_values=d_values,
     )
     return into.all(width, wanted)

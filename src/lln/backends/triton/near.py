@@ -4,13 +4,21 @@ import torch
 from torch import Tensor
 
 from lln.backends.base import new_rows
+from lln.backends.triton.arguments import Arguments, Launcher, contiguous_features, new_floats, row_arguments
 from lln.backends.triton.backward import row_dots
-from lln.backends.triton.launch import Arguments, Launcher, contiguous_features, new_floats, row_arguments
 from lln.masks import front_order
 
 
 def _arguments(
-    run: Launcher, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, *, is_window: bool, is_causal: bool
+    run: Launcher,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor | None,
+    block_size: int,
+    *,
+    is_window: bool,
+    is_causal: bool,
 ) -> Arguments:
     tokens = query.shape[2]
     left, right = min(block_size, tokens), 0
@@ -25,9 +33,18 @@ def _arguments(
         **row_arguments("query", query),
         **row_arguments("key", key),
         **row_arguments("value", value),
-        **{"order": order, "counts": counts, "groups": query.shape[1] // key.shape[1], "tokens": tokens},
-        **{"left": left, "right": right, "scale": query.shape[3] ** -0.5, "HAS_ORDER": keep is not None},
-        **{"IS_WINDOW": is_window, "IS_CAUSAL": is_causal, "PRECISION": run.precision, **sizes},
+        "order": order,
+        "counts": counts,
+        "groups": query.shape[1] // key.shape[1],
+        "tokens": tokens,
+        "left": left,
+        "right": right,
+        "scale": query.shape[3] ** -0.5,
+        "HAS_ORDER": keep is not None,
+        "IS_WINDOW": is_window,
+        "IS_CAUSAL": is_causal,
+        "PRECISION": run.precision,
+        **sizes,
     }
 
 
@@ -44,7 +61,9 @@ def near_forward(
         query.shape[0] * query.shape[1] * tiles,
         **_arguments(run, query, key, value, keep, block_size, is_window=is_window, is_causal=is_causal),
         **row_arguments("output", output),
-        **{"logs": logs, "heads": query.shape[1], "tiles": tiles},
+        logs=logs,
+        heads=query.shape[1],
+        tiles=tiles,
     )
     return output, logs
 
@@ -69,7 +88,8 @@ def near_backward(
     arguments = {
         **_arguments(run, query, key, value, keep, block_size, is_window=is_window, is_causal=is_causal),
         **row_arguments("gradient", gradient),
-        **{"logs": logs, "dots": row_dots(run, gradient, output)},
+        "logs": logs,
+        "dots": row_dots(run, gradient, output),
     }
     tiles = run.tiles("near_queries_backward_kernel", query.shape[2])
     run(
@@ -77,7 +97,8 @@ def near_backward(
         query.shape[0] * query.shape[1] * tiles,
         **arguments,
         **row_arguments("d_query", d_query),
-        **{"heads": query.shape[1], "tiles": tiles},
+        heads=query.shape[1],
+        tiles=tiles,
     )
     tiles = run.tiles("near_keys_backward_kernel", query.shape[2])
     run(
@@ -86,6 +107,7 @@ def near_backward(
         **arguments,
         **row_arguments("d_key", d_key),
         **row_arguments("d_value", d_value),
-        **{"key_heads": key.shape[1], "tiles": tiles},
+        key_heads=key.shape[1],
+        tiles=tiles,
     )
     return d_query, d_key, d_value

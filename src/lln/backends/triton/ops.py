@@ -13,10 +13,10 @@ from torch.autograd.function import FunctionCtx
 from lln.backends.base import new_rows
 from lln.backends.torch import TorchBackend
 from lln.backends.torch.recompute import apart, is_transformed
-from lln.backends.triton import backward, launch, near
+from lln.backends.triton import backward, forward, near
+from lln.backends.triton.arguments import FarInputs, new_floats, padded_values
 from lln.backends.triton.backward import Wanted
 from lln.backends.triton.configs import power_of_two
-from lln.backends.triton.launch import FarInputs, new_floats
 from lln.matching.curves import Form, Matching
 from lln.problem import Near, Problem, Tokens
 
@@ -37,10 +37,8 @@ def far_op(
     form: str,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = FarInputs(
-        query, key, value, keep_query, keep_key, alpha, beta, key_weight, center_query, center_key
-    )
-    found = launch.far_forward(inputs, cast(Matching, matching), cast(Form, form), is_causal=is_causal)
+    inputs = FarInputs(query, key, value, keep_query, keep_key, alpha, beta, key_weight, center_query, center_key)
+    found = forward.far_forward(inputs, cast(Matching, matching), cast(Form, form), is_causal=is_causal)
     output, used_alpha, used_beta, *others = found
     # An op must not return its arguments.
     used_alpha = used_alpha.clone() if used_alpha is alpha else used_alpha
@@ -71,7 +69,7 @@ def _(
     if is_causal:
         return output, used_alpha, used_beta, new_floats(query, batch, heads, tokens), new_floats(query, 0)
     block = power_of_two(width)
-    values = new_floats(query, batch, heads, block, launch.padded_values(query, value))
+    values = new_floats(query, batch, heads, block, padded_values(query, value))
     return output, used_alpha, used_beta, new_floats(query, batch, heads, block), values
 
 
@@ -97,9 +95,7 @@ def far_backward_op(
     of_weight: bool,
     of_centers: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = FarInputs(
-        query, key, value, keep_query, keep_key, alpha, beta, key_weight, center_query, center_key
-    )
+    inputs = FarInputs(query, key, value, keep_query, keep_key, alpha, beta, key_weight, center_query, center_key)
     wanted = Wanted(of_scales, of_weight, of_centers)
     found = backward.far_backward(
         gradient, inputs, output, first, second, cast(Form, form), wanted, is_causal=is_causal
@@ -149,7 +145,7 @@ def _keep_far(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, .
     result, used_alpha, used_beta, *others = output
     given = tensors[5:7]
     tensors[5:7] = [used_alpha, used_beta]
-    ctx.save_for_backward(*tensors, *(result if is_causal else None,), *others)
+    ctx.save_for_backward(*tensors, result if is_causal else None, *others)  # type: ignore[arg-type]
     ctx.options = matching, form, is_causal  # type: ignore[attr-defined]
     ctx.shapes = tuple(None if x is None else x.shape for x in given)  # type: ignore[attr-defined]
 
@@ -270,9 +266,25 @@ def plain_gradients(
         inputs = apart(tensors)
         query, key, value, keep_query, keep_key, alpha, beta, weight, center_query, center_key = inputs
         centers = None if center_query is None else (center_query, center_key)
-        tokens = Tokens(keep_query), Tokens(keep_key)
-        options = (is_causal, far, near, block_size, alpha, beta, matching, "sample", form, centers, weight)
-        output = TorchBackend().attention(Problem(query, key, value, *tokens, *options))
+        problem = Problem(
+            query,
+            key,
+            value,
+            Tokens(keep_query),
+            Tokens(keep_key),
+            is_causal,
+            far,
+            near,
+            block_size,
+            alpha,
+            beta,
+            matching,
+            "sample",
+            form,
+            centers,
+            weight,
+        )
+        output = TorchBackend().attention(problem)
         wanted = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
         found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=create_graph))
     return tuple(next(found) if is_needed else None for is_needed in needed)

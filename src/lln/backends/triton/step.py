@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from lln.backends.triton.arguments import contiguous_features, launch
 from lln.backends.triton.configs import power_of_two, value_block
-from lln.backends.triton.launch import contiguous_features, curve_arguments, launch
+from lln.backends.triton.statistics import curve_arguments
 from lln.recurrence import Advance, Memory, Recurrence
 
 
@@ -38,21 +39,35 @@ def step(recurrence: Recurrence) -> Advance:
         "alpha": query if alpha is None else alpha.contiguous(),
         "beta": query if beta is None else beta.contiguous(),
         "weight": query if weight is None else weight.contiguous(),
-        **{"mass": memory.mass, "values": memory.values, "num_tokens": memory.num_tokens},
-        **{"query_sums": memory.query_sums, "key_sums": memory.key_sums},
+        "mass": memory.mass,
+        "values": memory.values,
+        "num_tokens": memory.num_tokens,
+        "query_sums": memory.query_sums,
+        "key_sums": memory.key_sums,
         "recent_key": key if recent_key is None else recent_key,
         "recent_value": value if recent_value is None else recent_value,
-        **{"output": output, "near_output": output if near is None else near},
-        **{"heads": heads, "groups": heads // key.shape[1]},
+        "output": output,
+        "near_output": output if near is None else near,
+        "heads": heads,
+        "groups": heads // key.shape[1],
         "recent": 0 if recent_key is None else recent_key.shape[2],
         "near_scale": near_query.shape[3] ** -0.5,
         **curve_arguments(features, recurrence.matching, recurrence.form, query.device),
-        **{"F": features, "D": near_query.shape[3], "V": value_width},
-        **{"BLOCK_F": block_f, "BLOCK_D": power_of_two(near_query.shape[3]), "BLOCK_V": block_v},
-        **{"VALUE_BLOCKS": -(-value_width // block_v), "HAS_KEEP": keep is not None},
-        **{"HAS_ALPHA": alpha is not None, "HAS_BETA": beta is not None, "HAS_WEIGHT": weight is not None},
-        **{"HAS_NEAR": recent_key is not None, "IS_WINDOW": recurrence.near == "window"},
-        **{"NORMALIZED": recurrence.form != "paper", "APART": recurrence.apart},
+        "F": features,
+        "D": near_query.shape[3],
+        "V": value_width,
+        "BLOCK_F": block_f,
+        "BLOCK_D": power_of_two(near_query.shape[3]),
+        "BLOCK_V": block_v,
+        "VALUE_BLOCKS": -(-value_width // block_v),
+        "HAS_KEEP": keep is not None,
+        "HAS_ALPHA": alpha is not None,
+        "HAS_BETA": beta is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_NEAR": recent_key is not None,
+        "IS_WINDOW": recurrence.near == "window",
+        "NORMALIZED": recurrence.form != "paper",
+        "APART": recurrence.apart,
     }
     launch("step_kernel", (batch * heads,), widths=(block_f, block_v), dtype=query.dtype, **arguments)
     if not memory.mass.is_inference():  # autograd must not use what it saved of them

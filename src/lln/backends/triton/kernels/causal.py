@@ -12,7 +12,6 @@ import triton.language as tl
 from lln.backends.triton.kernels.common import (
     ABSENT,
     LARGEST,
-   
     dot,
     kept_rows,
     load_rows,
@@ -76,7 +75,7 @@ def load_keys(
     CENTERED: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
-    """Log-weights of keys, `ABSENT` where they are not finite, and which keys are kept, and which of these are finite."""
+    """Log-weights of keys, ABSENT where they are not finite, which keys are kept, and which of these are finite."""
     _, kept = kept_rows(keep, rows, tokens, HAS_KEEP)
     own_shift = rows.to(tl.float32) * 0.0
     if HAS_SHIFT:

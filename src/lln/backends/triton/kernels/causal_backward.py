@@ -1,12 +1,13 @@
-"""Gradients of causal LLN attention, chunk by chunk: queries from the first to the last, keys from the last to the first.
+"""Gradients of causal LLN attention, chunk by chunk: of queries from the first on, of keys from the last on.
 
 With z_i the log of the summed weights of query i, c_i = a_i - z_i, g the gradient of the output, r_i = g_i . out_i:
 
     da_il = sum over j <= i of exp(c_il + b_jl) (g_i . v_j - r_i)
-    db_jl = sum over i >= j of exp(c_il + b_jl) (g_i . v_j - r_i)        dv_j = sum over i >= j, l of exp(c_il + b_jl) g_i
+    db_jl = sum over i >= j of exp(c_il + b_jl) (g_i . v_j - r_i)
+    dv_j = sum over i >= j and l of exp(c_il + b_jl) g_i
 
 All exponents are at most 0. Keys before a chunk are met through their summary, queries after it through theirs: in both
-directions inside a chunk it is as in `causal`. A program has some values, and gives its part of da and db.
+directions inside a chunk it is as in `causal`. A launch has a block of values, and adds its part to da and db.
 """
 
 import triton
@@ -94,7 +95,7 @@ def causal_queries_backward_kernel(
     center_key_batch,
     heads,
     groups,
-    pairs_of_heads,
+    block,
     tokens,
     split_tokens,
     splits,
@@ -111,7 +112,6 @@ def causal_queries_backward_kernel(
     PRECISION: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
     value_first = block * BLOCK_V
     pair, split = place // splits, place % splits
     batch, head = pair // heads, pair % heads
@@ -126,7 +126,7 @@ def causal_queries_backward_kernel(
     weight += batch * weight_batch + head * weight_head
     logs_of_total += pair * tokens
     dots += pair * tokens
-    d_logs += (block * pairs_of_heads + pair) * tokens * D
+    d_logs += pair * tokens * D
     middle_q, middle_k = 0.0, 0.0
     if CENTERED:
         middle_q = load_vector(center_query + batch * center_query_batch + head * D, D, BLOCK_D)
@@ -145,7 +145,19 @@ def causal_queries_backward_kernel(
     for first in range(start, end, BLOCK_N):
         rows = first + local
         c, there = load_past(
-            query, keep, alpha, middle_q, logs_of_total, rows, end, query_token, alpha_token, D, BLOCK_D, HAS_KEEP, CENTERED
+            query,
+            keep,
+            alpha,
+            middle_q,
+            logs_of_total,
+            rows,
+            end,
+            query_token,
+            alpha_token,
+            D,
+            BLOCK_D,
+            HAS_KEEP,
+            CENTERED,
         )
         b, _, kept = load_keys(
             key,
@@ -186,6 +198,8 @@ def causal_queries_backward_kernel(
             for feature in range(all_features):
                 d_column = tl.sum(exponentials(c, b, feature, pairs, BLOCK_D) * d_weights, axis=1)
                 d_a += tl.where((features == feature)[None, :], d_column[:, None], 0.0)
+        if block > 0:
+            d_a += load_rows(d_logs, rows, D, rows < end, D, BLOCK_D, 0)
         store_rows(d_logs, d_a, rows, D, rows < end, D, BLOCK_D, 0)
         top, mass, total = remember(top, mass, total, b, v, ones, kept, PRECISION)
 
@@ -235,7 +249,7 @@ def causal_keys_backward_kernel(
     center_key_batch,
     heads,
     groups,
-    pairs_of_heads,
+    block,
     tokens,
     split_tokens,
     splits,
@@ -249,10 +263,11 @@ def causal_keys_backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     CENTERED: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    OF_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """d_values, or (OF_VALUES = False) the gradient of the log-weights: both at once do not fit into registers."""
     place = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
     value_first = block * BLOCK_V
     pair, split = place // splits, place % splits
     batch, head = pair // heads, pair % heads
@@ -267,7 +282,7 @@ def causal_keys_backward_kernel(
     weight += batch * weight_batch + head * weight_head
     logs_of_total += pair * tokens
     dots += pair * tokens
-    d_logs += (block * pairs_of_heads + pair) * tokens * D
+    d_logs += pair * tokens * D
     d_values += pair * tokens * V
     middle_q, middle_k = 0.0, 0.0
     if CENTERED:
@@ -289,7 +304,19 @@ def causal_keys_backward_kernel(
         first = start + (chunks - 1 - step) * BLOCK_N
         rows = first + local
         c, there = load_past(
-            query, keep, alpha, middle_q, logs_of_total, rows, end, query_token, alpha_token, D, BLOCK_D, HAS_KEEP, CENTERED
+            query,
+            keep,
+            alpha,
+            middle_q,
+            logs_of_total,
+            rows,
+            end,
+            query_token,
+            alpha_token,
+            D,
+            BLOCK_D,
+            HAS_KEEP,
+            CENTERED,
         )
         b, _, kept = load_keys(
             key,
@@ -310,32 +337,41 @@ def causal_keys_backward_kernel(
             CENTERED,
             NORMALIZED,
         )
-        v = load_rows(value, rows, value_token, kept, V, BLOCK_V, value_first)
         g = load_rows(gradient, rows, gradient_token, there, V, BLOCK_V, value_first)
         all_r = tl.load(dots + rows, mask=there, other=0.0)
         r = tl.where(block == 0, all_r, 0.0)
         pairs = (local[None, :] <= local[:, None]) & kept[None, :] & there[:, None]
         zero = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
-        d_weights = tl.where(pairs, dot(g, tl.trans(v), zero, PRECISION) - r[:, None], 0.0)
         after = tl.where(kept[:, None], tl.exp(tl.minimum(b + top[None, :], 1.0)), 0.0)
-        d_v = dot(after, total, tl.zeros((BLOCK_N, BLOCK_V), tl.float32), PRECISION)
-        met = dot(v, tl.trans(total), tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
-        d_b = after * (met - tl.where(block == 0, mass, 0.0)[None, :])
         last = tl.minimum(end - first, BLOCK_N) - 1
         ref = first_seen(top, c, there, False, BLOCK_N, last)
-        if tl.max(tl.max(c - ref[None, :], axis=1), axis=0) <= REACH:
-            f = tl.where(there[:, None], tl.exp(c - ref[None, :]), 0.0)
-            e = tl.where(kept[:, None], tl.exp(tl.minimum(b + ref[None, :], 1.0)), 0.0)
-            P = tl.where(pairs, dot(f, tl.trans(e), zero, PRECISION), 0.0)
-            d_b += e * dot(tl.trans(d_weights), f, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
+        is_near = tl.max(tl.max(c - ref[None, :], axis=1), axis=0) <= REACH
+        if OF_VALUES:
+            if is_near:
+                f = tl.where(there[:, None], tl.exp(c - ref[None, :]), 0.0)
+                e = tl.where(kept[:, None], tl.exp(tl.minimum(b + ref[None, :], 1.0)), 0.0)
+                P = tl.where(pairs, dot(f, tl.trans(e), zero, PRECISION), 0.0)
+            else:
+                P = zero
+                for feature in range(all_features):
+                    P += exponentials(c, b, feature, pairs, BLOCK_D)
+            d_v = dot(after, total, tl.zeros((BLOCK_N, BLOCK_V), tl.float32), PRECISION)
+            d_v = dot(tl.trans(P), g, d_v, PRECISION)
+            store_rows(d_values, d_v, rows, V, rows < end, V, BLOCK_V, value_first)
         else:
-            P = zero
-            for feature in range(all_features):
-                own = exponentials(c, b, feature, pairs, BLOCK_D)
-                P += own
-                d_column = tl.sum(own * d_weights, axis=0)
-                d_b += tl.where((features == feature)[None, :], d_column[:, None], 0.0)
-        d_v = dot(tl.trans(P), g, d_v, PRECISION)
-        store_rows(d_logs, d_b, rows, D, rows < end, D, BLOCK_D, 0)
-        store_rows(d_values, d_v, rows, V, rows < end, V, BLOCK_V, value_first)
+            v = load_rows(value, rows, value_token, kept, V, BLOCK_V, value_first)
+            d_weights = tl.where(pairs, dot(g, tl.trans(v), zero, PRECISION) - r[:, None], 0.0)
+            met = dot(v, tl.trans(total), tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
+            d_b = after * (met - tl.where(block == 0, mass, 0.0)[None, :])
+            if is_near:
+                f = tl.where(there[:, None], tl.exp(c - ref[None, :]), 0.0)
+                e = tl.where(kept[:, None], tl.exp(tl.minimum(b + ref[None, :], 1.0)), 0.0)
+                d_b += e * dot(tl.trans(d_weights), f, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
+            else:
+                for feature in range(all_features):
+                    d_column = tl.sum(exponentials(c, b, feature, pairs, BLOCK_D) * d_weights, axis=0)
+                    d_b += tl.where((features == feature)[None, :], d_column[:, None], 0.0)
+            if block > 0:
+                d_b += load_rows(d_logs, rows, D, rows < end, D, BLOCK_D, 0)
+            store_rows(d_logs, d_b, rows, D, rows < end, D, BLOCK_D, 0)
         top, mass, total = remember(top, mass, total, c, g, all_r, there, PRECISION)

@@ -54,19 +54,17 @@ def finish_queries_kernel(
     alpha_token,
     center_batch,
     heads,
-    pairs,
     tokens,
     tiles,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
     HAS_KEEP: tl.constexpr,
     CENTERED: tl.constexpr,
     SCALE_GRADIENT: tl.constexpr,
     CENTER_GRADIENT: tl.constexpr,
 ):
-    """The gradient of queries, from that of a = alpha (q - center) in PARTS that are summed."""
+    """The gradient of queries, from that of a = alpha (q - center)."""
     place = tl.program_id(0).to(tl.int64)
     pair, tile = place // tiles, place % tiles
     batch, head = pair // heads, pair % heads
@@ -90,9 +88,7 @@ def finish_queries_kernel(
         HAS_KEEP,
         CENTERED,
     )
-    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for part in range(PARTS):
-        total += load_rows(d_logs + (part * pairs + pair) * tokens * D, rows, D, is_row & usable, D, BLOCK_D, 0)
+    total = load_rows(d_logs + pair * tokens * D, rows, D, is_row & usable, D, BLOCK_D, 0)
     store_rows(d_query, total * scale[:, None], rows, d_query_token, is_row, D, BLOCK_D, 0)
     if SCALE_GRADIENT:
         tl.store(d_alpha + pair * tokens + rows, tl.sum(total * q, axis=1), mask=is_row)
@@ -132,7 +128,6 @@ def finish_keys_kernel(
     other_center_batch,
     key_heads,
     groups,
-    pairs,
     tokens,
     tiles,
     D: tl.constexpr,
@@ -166,9 +161,7 @@ def finish_keys_kernel(
     for group in range(groups):
         query_head = head * groups + group
         pair = batch * key_heads * groups + query_head
-        total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        for part in range(VALUE_BLOCKS):
-            total += load_rows(d_logs + (part * pairs + pair) * tokens * D, rows, D, kept, D, BLOCK_D, 0)
+        total = load_rows(d_logs + pair * tokens * D, rows, D, kept, D, BLOCK_D, 0)
         scale = load_scale(beta + batch * beta_batch + query_head * beta_head, rows, beta_token, kept)
         other = 0.0
         if CENTERED:

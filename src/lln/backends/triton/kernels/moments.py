@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.common import LARGEST, kept_rows, load_rows, load_vector, dot, nan_where
+from lln.backends.triton.kernels.common import LARGEST, dot, kept_rows, load_rows, load_vector, nan_where
 
 LARGEST_ENTRY = tl.constexpr(1e15)
 SMALLEST_SIGMA = tl.constexpr(1e-30)
@@ -240,9 +240,7 @@ def match_kernel(
     pair = tl.program_id(0).to(tl.int64)
     key_pair = pair // heads * key_heads + pair % heads // (heads // key_heads)
     query_base, key_base = pair * query_splits, key_pair * key_splits
-    mean_q, variance_q, _ = merged_vectors(
-        query_means, query_squares, query_counts, query_base, query_splits, BLOCK_D
-    )
+    mean_q, variance_q, _ = merged_vectors(query_means, query_squares, query_counts, query_base, query_splits, BLOCK_D)
     mean_k, variance_k, num_keys = merged_vectors(key_means, key_squares, key_counts, key_base, key_splits, BLOCK_D)
     if CENTERED:
         mean_q = centred_mean(mean_q, center_query, pair, center_query_batch, heads, D, BLOCK_D)
@@ -256,7 +254,9 @@ def match_kernel(
     within = 0.0
     for first in range(0, BLOCK_D, BLOCK_C):
         columns = first + tl.arange(0, BLOCK_C)
-        block_q = merged_block(query_means, query_squares, query_counts, query_base, query_splits, first, BLOCK_D, BLOCK_C)
+        block_q = merged_block(
+            query_means, query_squares, query_counts, query_base, query_splits, first, BLOCK_D, BLOCK_C
+        )
         block_k = merged_block(key_means, key_squares, key_counts, key_base, key_splits, first, BLOCK_D, BLOCK_C)
         block_k = block_k / unit_k / unit_k
         mean_c = tl.sum(tl.where(features[:, None] == columns[None, :], (mean_q / unit_q)[:, None], 0.0), axis=0)

@@ -8,7 +8,7 @@ tokens, up to i if RIGHT is 0. A token that is not kept gets zeros.
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.common import ABSENT, LARGEST, dot, load_rows, store_rows, nan_where
+from lln.backends.triton.kernels.common import ABSENT, LARGEST, dot, load_rows, nan_where, store_rows
 
 
 @triton.jit

@@ -181,7 +181,9 @@ def step_kernel(
         v = tl.load(value + columns, mask=columns < V * is_kept, other=0.0)
         place = values + (pair * F + features[:, None]) * V + columns[None, :]
         mask = there[:, None] & is_value[None, :]
-        kept_values = tl.load(place, mask=mask, other=0.0) * share[:, None] + own_share[:, None] * v.to(tl.float32)[None, :]
+        kept_values = (
+            tl.load(place, mask=mask, other=0.0) * share[:, None] + own_share[:, None] * v.to(tl.float32)[None, :]
+        )
         tl.store(place, kept_values, mask=mask)
         result = tl.sum(recalled[:, None] * kept_values, axis=0)
         if HAS_NEAR:
@@ -204,6 +206,5 @@ def step_kernel(
             if head % groups == 0:
                 tl.store(recent_value + slot * V + columns, v, mask=columns < V * is_kept)
         tl.store(output + pair * V + columns, result.to(output.dtype.element_ty), mask=is_value)
-    if HAS_NEAR:
-        if head % groups == 0:
-            tl.store(recent_key + slot * D + near_features, near_k, mask=near_features < D * is_kept)
+    if HAS_NEAR and head % groups == 0:
+        tl.store(recent_key + slot * D + near_features, near_k, mask=near_features < D * is_kept)

@@ -190,7 +190,20 @@ def combine_kernel(
 
 
 @triton.jit
-def load_queries(query, keep, alpha, center, rows, tokens, query_token, alpha_token, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_KEEP: tl.constexpr, CENTERED: tl.constexpr):
+def load_queries(
+    query,
+    keep,
+    alpha,
+    center,
+    rows,
+    tokens,
+    query_token,
+    alpha_token,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
     """a = alpha (q - center), NaN in rows that are not finite; q - center, alpha, and which rows count."""
     is_row, kept = kept_rows(keep, rows, tokens, HAS_KEEP)
     q, usable = usable_queries(load_rows(query, rows, query_token, is_row, D, BLOCK_D, 0), kept)

@@ -1,0 +1,138 @@
+"""What all calls of kernels share: tensors as arguments, padded widths, and the launch itself.
+
+Shapes: B batch, H heads, N queries, M keys, D features, V value width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.backends.triton import configs
+from lln.backends.triton.configs import power_of_two, value_block
+
+Arguments = dict[str, Any]
+
+
+class FarInputs(NamedTuple):
+    """Tokens of LLN attention, and what weighs them; scales are (1 or B, 1 or H, 1 or tokens)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    keep_query: Tensor | None
+    keep_key: Tensor | None
+    alpha: Tensor | None
+    beta: Tensor | None
+    key_weight: Tensor | None  # (B, H, M)
+    center_query: Tensor | None  # (1 or B, H, D)
+    center_key: Tensor | None  # (1 or B, H_k, D)
+
+    def with_scales(self, alpha: Tensor, beta: Tensor) -> "FarInputs":
+        return self._replace(alpha=alpha, beta=beta)
+
+    @property
+    def is_centered(self) -> bool:
+        return self.center_query is not None
+
+
+def launch(
+    kernel: str, grid: tuple[int, ...], *, widths: tuple[int, int], dtype: torch.dtype, **arguments: Any
+) -> None:
+    """Run a kernel with the tiles of its config. Tests and `lln bench kernels` record calls instead."""
+    from lln.backends.triton.tuning import run
+
+    run(kernel, grid, widths, dtype, arguments)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How factors of a product are rounded: as tensor cores do for half precision, else as float32."""
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "tf32x3"
+
+
+def row_arguments(name: str, x: Tensor) -> Arguments:
+    """A tensor (B, heads, tokens, features) as the arguments of a kernel."""
+    batch, head, token, _ = x.stride()
+    return {name: x, f"{name}_batch": batch, f"{name}_head": head, f"{name}_token": token}
+
+
+def scale_arguments(name: str, x: Tensor | None, like: Tensor) -> Arguments:
+    """A scale, with stride 0 along what shares it."""
+    if x is None:
+        return {name: like, f"{name}_batch": 0, f"{name}_head": 0, f"{name}_token": 0}
+    strides = [stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True)]
+    return {name: x, f"{name}_batch": strides[0], f"{name}_head": strides[1], f"{name}_token": strides[2]}
+
+
+def center_arguments(name: str, x: Tensor | None, like: Tensor) -> Arguments:
+    if x is None:
+        return {name: like, f"{name}_batch": 0}
+    return {name: x, f"{name}_batch": x.shape[1] * x.shape[2] if x.shape[0] > 1 else 0}
+
+
+def keep_arguments(keep: Tensor | None, like: Tensor) -> Arguments:
+    if keep is None:
+        return {"keep": like, "keep_batch": 0, "HAS_KEEP": False}
+    return {"keep": keep, "keep_batch": keep.shape[1], "HAS_KEEP": True}
+
+
+def new_floats(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def _widths(query: Tensor, value: Tensor, *, is_causal: bool = False) -> tuple[Arguments, int]:
+    """The widths and their blocks, and the padded width of values."""
+    width, value_width = query.shape[3], value.shape[3]
+    block_d = power_of_two(width)
+    entries = configs.SUM_ENTRIES
+    if is_causal:
+        entries = configs.CAUSAL_SUM_ENTRIES["float32" if query.dtype == torch.float32 else "half"]
+    block_v = value_block(block_d, value_width, entries)
+    blocks = -(-value_width // block_v)
+    sizes = {"D": width, "V": value_width, "BLOCK_D": block_d, "BLOCK_V": block_v, "VALUE_BLOCKS": blocks}
+    return sizes, blocks * block_v
+
+
+def padded_values(query: Tensor, value: Tensor) -> int:
+    """The padded width of values."""
+    return _widths(query, value)[1]
+
+
+def contiguous_features(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def prepared(inputs: FarInputs) -> FarInputs:
+    """Inputs as kernels read them: features are contiguous, masks are bytes, centres are float32."""
+    query, key, value, keep_query, keep_key, alpha, beta, weight, center_query, center_key = inputs
+    tokens = (contiguous_features(x) for x in (query, key, value))
+    masks = (None if x is None else x.contiguous().view(torch.uint8) for x in (keep_query, keep_key))
+    centers = (None if x is None else x.float().contiguous() for x in (center_query, center_key))
+    return FarInputs(*tokens, *masks, alpha, beta, weight, *centers)  # type: ignore[call-arg]
+
+
+class Launcher:
+    """Launches kernels for tensors of one dtype and width."""
+
+    def __init__(self, query: Tensor, value: Tensor, *, is_causal: bool = False) -> None:
+        self.sizes, self.value_width = _widths(query, value, is_causal=is_causal)
+        self.widths = self.sizes["BLOCK_D"], self.sizes["BLOCK_V"]
+        self.value_power = power_of_two(value.shape[3])
+        self.dtype = query.dtype
+        self.precision = precision_of(query.dtype)
+
+    def __call__(self, kernel: str, *grid: int, needs: str = "", **arguments: Any) -> None:
+        """`needs` names the sizes that a kernel takes."""
+        sizes = {name: self.sizes[name] for name in needs.split()}
+        launch(kernel, grid, widths=self.widths, dtype=self.dtype, **sizes, **arguments)
+
+    def tile(self, kernel: str) -> int:
+        return configs.config_of(kernel, *self.widths, is_float32=self.dtype == torch.float32).tile
+
+    def tiles(self, kernel: str, tokens: int) -> int:
+        return -(-tokens // self.tile(kernel))
+
+
+ALL = "D V BLOCK_D BLOCK_V VALUE_BLOCKS"

@@ -1,0 +1,123 @@
+"""The torch.library ops: fake implementations, gradients, torch.compile, and the decode step of a state."""
+
+import pytest
+import torch
+
+import lln
+from lln.backends import BACKENDS
+from lln.state import LLNState
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_registered_ops_pass_opcheck(tokens, is_causal):
+    from lln.backends.triton import ops
+
+    q, k, v = tokens(B=1, H=2, Hk=1, N=5, D=8, dtype=torch.float32, grad=True)
+    keep = torch.tensor([[True, True, False, True, True]])
+    alpha = torch.ones(1, 2, 1, requires_grad=True)
+    far = (q, k, v, keep, keep, alpha, None, None, None, None, "variance", "unbiased", is_causal)
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ops.far_op, far, test_utils=utilities)
+    torch.library.opcheck(ops.near_op, (q, k, v, keep, 2, False, is_causal), test_utils=utilities)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_compile_keeps_one_graph_with_gradients(tokens, triton_backend, is_causal):
+    inputs = tokens(B=1, H=1, N=9, D=8, dtype=torch.float32, grad=True)
+
+    def loss(q, k, v):
+        return lln.lln_diag_attention(q, k, v, block_size=4, is_causal=is_causal).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    ours = torch.autograd.grad(compiled(*inputs), inputs)
+    assert "queries_backward_kernel" in triton_backend or "causal_queries_backward_kernel" in triton_backend
+    for x, y in zip(ours, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_export_gives_a_graph_that_runs_anywhere(tokens, triton_backend):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return lln.lln_attention(q, k, v)
+
+    inputs = tuple(tokens(B=1, H=1, N=9, D=8, dtype=torch.float32))
+    program = torch.export.export(Attention(), inputs)
+    assert not triton_backend
+    torch.testing.assert_close(program.module()(*inputs), lln.lln_attention(*inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_gradients_are_those_of_the_plain_formula(tokens, triton_backend, monkeypatch):
+    inputs = tokens(B=1, H=1, N=6, D=8, dtype=torch.float32, grad=True)
+
+    def second():
+        output = lln.lln_diag_attention(*inputs, block_size=4, alpha=1.3, beta=0.7)
+        first = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+
+    ours = second()
+    monkeypatch.setenv("LLN_BACKEND", "torch")
+    for x, y in zip(ours, second(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+STATES = {
+    "lln": {},
+    "given": {"alpha": 1.2, "beta": 0.7},
+    "unbiased": {"form": "unbiased"},
+    "decomposed": {"form": "decomposed"},
+    "blocks": {"block_size": 3},
+    "window": {"block_size": 3, "near": "window", "form": "decomposed"},
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in_place"])
+@pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
+@pytest.mark.parametrize("name", STATES)
+def test_a_step_is_the_next_row_of_causal_attention(tokens, triton_backend, monkeypatch, name, padded, in_place):
+    q, k, v = tokens(B=2, H=2, Hk=1, N=6, D=12, Dv=20, dtype=torch.float32)
+    keep = torch.rand(2, 6) < 0.6 if padded else torch.ones(2, 6, dtype=torch.bool)
+    options = dict(STATES[name])
+    if options.get("form") == "decomposed":
+        options["centers"] = torch.randn(2, 12) / 3, torch.randn(1, 12) / 3
+    state = LLNState.empty(2, 2, 12, 20, key_heads=1, **options)
+    rows, before = [], None
+    for t in range(6):
+        mask = {"key_padding_mask": keep[:, t : t + 1]} if padded else {}
+        row, after = state.step(*(x[:, :, t : t + 1] for x in (q, k, v)), in_place=in_place, **mask)
+        if not in_place and before is not None:
+            assert torch.equal(state.values, before)
+        state, before = after, after.values.clone()
+        rows.append(row)
+    assert triton_backend == ["step_kernel"] * 6
+    assert torch.equal(state.count, keep.sum(dim=1))
+    monkeypatch.setenv("LLN_BACKEND", "torch")
+    attention = lln.lln_diag_attention if "block_size" in options else lln.lln_attention
+    if "centers" in options:
+        options["centers"] = tuple(x.double() for x in options["centers"])
+    expected = attention(q.double(), k.double(), v.double(), is_causal=True, key_padding_mask=keep, **options)
+    difference = (torch.cat(rows, dim=2) - expected).masked_fill(~keep[:, None, :, None], 0.0)
+    assert difference.abs().max() < 5e-6
+
+
+def test_states_that_take_plain_torch(tokens):
+    backend = next(x for x in BACKENDS if x.name == "triton")
+    reasons = []
+
+    class Recorder(type(backend)):
+        def why_not_advance(self, recurrence):
+            reasons.append(super().why_not_advance(recurrence))
+            return reasons[-1]
+
+    from lln import backends
+
+    q, k, v = tokens(B=1, H=1, N=3, D=8, dtype=torch.float32)
+    state = LLNState.empty(1, 1, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "BACKENDS", (Recorder(), BACKENDS[-1]))
+        state.prefill(q, k, v)
+        state.step(*(x[:, :, :1].clone().requires_grad_() for x in (q, k, v)))
+    assert reasons == [
+        "several tokens at once advance a state in plain torch",
+        "gradients flow through a state in plain torch",
+    ]
