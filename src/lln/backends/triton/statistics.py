@@ -106,8 +106,8 @@ def match(inputs: FarInputs, matching: Matching, form: Form, *, is_causal: bool)
         )
         arguments |= {f"{name}_means": means, f"{name}_squares": squares, f"{name}_counts": counts}
         arguments[f"{name}_splits"] = splits
-    centers = center_arguments("center_query", inputs.center_query, query) | center_arguments(
-        "center_key", inputs.center_key, key
+    centers = center_arguments("center_query", inputs.center_query, alpha) | center_arguments(
+        "center_key", inputs.center_key, beta
     )
     run(
         "match_kernel",

@@ -6,9 +6,9 @@ product f eᵀ. The reference is the largest b that the first query of the chunk
 exceeds it by more than REACH the product could overflow, and the exponentials are taken one feature at a time instead.
 """
 
-import triton
 import triton.language as tl
 
+import triton
 from lln.backends.triton.kernels.common import (
     ABSENT,
     LARGEST,
@@ -209,23 +209,32 @@ def causal_kernel(
         pairs = (local[None, :] <= local[:, None]) & finite[None, :]
         ref = first_seen(top, b, finite, True, BLOCK_N, 0)
         if tl.max(tl.max(b - ref[None, :], axis=1), axis=0) <= REACH:
-            highest = tl.max(tl.where((features < D)[None, :], a + ref[None, :], ABSENT * 2), axis=1)
-            f = tl.where((features < D)[None, :], tl.exp(a + ref[None, :] - highest[:, None]), 0.0)
+            # The largest a + ref of a row as two numbers: differences to each are exact, of the sum they are not.
+            sums_of_logs = tl.where((features < D)[None, :], a + ref[None, :], ABSENT * 2)
+            is_highest = sums_of_logs == tl.max(sums_of_logs, axis=1)[:, None]
+            high_b = tl.max(tl.where(is_highest, ref[None, :], ABSENT * 2), axis=1)
+            high_a = tl.max(tl.where(is_highest & (ref[None, :] == high_b[:, None]), a, ABSENT * 2), axis=1)
+            apart = (a - high_a[:, None]) + (ref[None, :] - high_b[:, None])
+            f = tl.where((features < D)[None, :], tl.exp(tl.minimum(apart, 1.0)), 0.0)
             e = tl.where(finite[:, None], tl.exp(b - ref[None, :]), 0.0)
             P = tl.where(pairs, dot(f, tl.trans(e), tl.zeros((BLOCK_N, BLOCK_N), tl.float32), PRECISION), 0.0)
         else:
-            highest = tl.full((BLOCK_N,), ABSENT, tl.float32)
+            high_a = tl.zeros((BLOCK_N,), tl.float32)
+            high_b = tl.full((BLOCK_N,), ABSENT, tl.float32)
             for feature in range(all_features):
                 b_l = column_of(b, feature, BLOCK_D)
                 seen = tl.max(tl.where(pairs, b_l[None, :], ABSENT), axis=1)
-                highest_l = column_of(a, feature, BLOCK_D) + tl.maximum(seen, entry_of(top, feature, BLOCK_D))
-                highest = tl.maximum(highest, highest_l)
+                seen = tl.maximum(seen, entry_of(top, feature, BLOCK_D))
+                a_l = column_of(a, feature, BLOCK_D)
+                is_higher = a_l + seen > high_a + high_b
+                high_a, high_b = tl.where(is_higher, a_l, high_a), tl.where(is_higher, seen, high_b)
             P = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
             for feature in range(all_features):
-                a_l = column_of(a, feature, BLOCK_D) - highest
+                a_l = column_of(a, feature, BLOCK_D) - high_a
                 b_l = column_of(b, feature, BLOCK_D)
-                P += tl.where(pairs, tl.exp(tl.minimum(a_l[:, None] + b_l[None, :], 1.0)), 0.0)
-        before = tl.exp(tl.minimum(a + top[None, :] - highest[:, None], 1.0))
+                apart_l = a_l[:, None] + (b_l[None, :] - high_b[:, None])
+                P += tl.where(pairs, tl.exp(tl.minimum(apart_l, 1.0)), 0.0)
+        before = tl.exp(tl.minimum((a - high_a[:, None]) + (top[None, :] - high_b[:, None]), 1.0))
         before = tl.where((features < D)[None, :], before, 0.0)
         sum_of_weights = tl.sum(P, axis=1) + tl.sum(before * mass[None, :], axis=1)
         is_empty = sum_of_weights == 0.0
@@ -234,7 +243,7 @@ def causal_kernel(
         result = dot(before, total, result, PRECISION) / safe[:, None] + flags[:, None]
         store_rows(output, result, rows, output_token, is_row, V, BLOCK_V, value_first)
         if value_first == 0:
-            logs = tl.where(is_empty, ABSENT, highest + tl.log(safe) + flags)
+            logs = tl.where(is_empty, ABSENT, high_a + high_b + tl.log(safe) + flags)
             tl.store(logs_of_total + pair * tokens + rows, logs, mask=is_row)
         top, mass, total = remember(top, mass, total, b, v, ones, finite, PRECISION)
         mass += nan_where(odd < BLOCK_N)
