@@ -86,9 +86,10 @@ def _widths(query: Tensor, value: Tensor, *, is_causal: bool = False) -> tuple[A
     """The widths and their blocks, and the padded width of values."""
     width, value_width = query.shape[3], value.shape[3]
     block_d = power_of_two(width)
-    entries = configs.SUM_ENTRIES
+    is_float32 = query.dtype == torch.float32
+    entries = configs.FLOAT32_SUM_ENTRIES if is_float32 else configs.SUM_ENTRIES
     if is_causal:
-        entries = configs.CAUSAL_SUM_ENTRIES["float32" if query.dtype == torch.float32 else "half"]
+        entries = configs.CAUSAL_SUM_ENTRIES["float32" if is_float32 else "half"]
     block_v = value_block(block_d, value_width, entries)
     blocks = -(-value_width // block_v)
     sizes = {"D": width, "V": value_width, "BLOCK_D": block_d, "BLOCK_V": block_v, "VALUE_BLOCKS": blocks}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 # Columns of a D x V sum that a program holds: D times this many numbers are in its registers.
 SUM_ENTRIES = 8192
+FLOAT32_SUM_ENTRIES = 4096
 CAUSAL_SUM_ENTRIES = {"float32": 1024, "half": 2048}
 # Causal kernels hold more of a token in registers: wider heads would spill.
 WIDEST_CAUSAL = 64
