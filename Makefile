@@ -29,8 +29,8 @@ $(TRITON): $(READY)
 	@touch $@
 
 test-triton: $(TRITON)  ## run the GPU kernels in an interpreter, and compile them for real GPUs (downloads 300 MB)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/triton tests/test_backends.py
-	$(BIN)/python -m pytest -m compiled tests/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/gpu tests/test_backends.py
+	$(BIN)/python -m pytest -m compiled tests/gpu
 
 lint: $(READY)  ## check format, style and types
 	$(BIN)/ruff format --check .

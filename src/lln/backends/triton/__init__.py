@@ -24,7 +24,7 @@ OLDEST = (8, 0)  # compute capability: the first with TF32
 
 
 class TritonBackend(Backend):
-    """float32, float16 and bfloat16 on NVIDIA GPUs, for widths up to 256."""
+    """float32, float16 and bfloat16 on NVIDIA GPUs, for widths up to 256 (float32: 128)."""
 
     name = "triton"
 
@@ -97,9 +97,10 @@ def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
         return f"device is {query.device.type}"
     if query.dtype not in DTYPES:
         return f"dtype is {str(query.dtype).removeprefix('torch.')}"
+    widest = WIDEST["float32" if query.dtype == torch.float32 else "half"]
     for name, width in (("head dimension", query.shape[3]), ("value width", value.shape[3])):
-        if width > WIDEST:
-            return f"{name} {width} is larger than {WIDEST}"
+        if width > widest:
+            return f"{name} {width} is larger than {widest}"
     return missing_reason() or (device_reason(query.device) if query.device.type == "cuda" else None)
 
 

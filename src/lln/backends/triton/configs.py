@@ -19,7 +19,7 @@ SPLIT_TOKENS, LARGEST_SPLITS = 1024, 16
 RECALL_TOKENS = 256
 # A multiple of all tiles, so that splits end where tiles end.
 ALIGNMENT = 128
-WIDEST = 256
+WIDEST = {"float32": 128, "half": 256}  # wider heads would spill
 NARROWEST = 16  # the least that tensor cores multiply
 
 

@@ -86,7 +86,7 @@ def match(inputs: FarInputs, matching: Matching, form: Form, *, is_causal: bool)
         pairs = batch * x.shape[1]
         means, squares = new_floats(x, pairs * splits, block), new_floats(x, pairs * splits, block, block)
         counts = new_floats(x, pairs * splits)
-        columns = min(block, max(configs.NARROWEST, configs.SUM_ENTRIES // block))
+        columns = min(block, (configs.SUM_ENTRIES if block <= 128 else configs.FLOAT32_SUM_ENTRIES) // block)
         run(
             "moments_kernel",
             pairs * splits,

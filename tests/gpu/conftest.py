@@ -10,7 +10,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "tests/triton" in str(item.path) and "compiled" not in item.keywords and not IS_INTERPRETED:
+        if "tests/gpu" in str(item.path) and "compiled" not in item.keywords and not IS_INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 and triton, see make test-triton"))
 
 
