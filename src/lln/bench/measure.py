@@ -149,7 +149,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _wait_for_gpu() -> None:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
