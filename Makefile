@@ -29,7 +29,7 @@ $(TRITON): $(READY)
 	@touch $@
 
 test-triton: $(TRITON)  ## run the GPU kernels in an interpreter, and compile them for real GPUs (downloads 300 MB)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/gpu tests/test_backends.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/gpu
 	$(BIN)/python -m pytest -m compiled tests/gpu
 
 lint: $(READY)  ## check format, style and types

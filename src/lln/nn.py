@@ -1,7 +1,6 @@
 """Modules: LLN attention, alone and with its companion, on (query, key, value)."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import torch
@@ -45,7 +44,8 @@ class LLNAttention(Mechanism):
     """
 
     takes_grouped_heads = True
-    group: Any = None  # the processes that hold parts of each sequence, see `lln.distributed.parallelize`
+    # What attends where several processes hold parts of each sequence: set by `lln.distributed.parallelize`.
+    parallel: Any = None
 
     sigma_q: Tensor
     sigma_k: Tensor
@@ -131,13 +131,9 @@ class LLNAttention(Mechanism):
         return self._far(query, key, value, tokens)
 
     def _function(self, name: str) -> Callable[..., Tensor]:
-        """An attention function, over the processes of the group if there is one."""
-        if self.group is None:
-            function: Callable[..., Tensor] = getattr(functional, name)
-            return function
-        from lln import distributed
-
-        return partial(getattr(distributed, name), group=self.group)
+        """An attention function, over several processes if they hold parts of each sequence."""
+        function: Callable[..., Tensor] = getattr(functional if self.parallel is None else self.parallel, name)
+        return function
 
     def _far(self, query: Tensor, key: Tensor, value: Tensor, tokens: Any) -> Tensor:
         """LLN attention."""
@@ -182,7 +178,7 @@ class LLNAttention(Mechanism):
                 'statistics="running" are averages over samples, which packed sequences (cu_seqlens) are not; while '
                 'training pad the sequences, or use statistics="live"'
             )
-        if self.group is not None and self.training and self.statistics == "running":
+        if self.parallel is not None and self.training and self.statistics == "running":
             raise ValueError('averages of statistics="running" are of whole sequences; train parts with "live" ones')
         masks = {name: tokens.get(name) for name in ("key_padding_mask", "query_padding_mask")}
         alpha, beta = self.scales(query, key, **masks)

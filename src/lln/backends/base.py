@@ -78,7 +78,7 @@ def transformed_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
     return None
 
 
-def new_rows(like: Tensor, width: int) -> Tensor:
+def empty_rows(like: Tensor, width: int) -> Tensor:
     """An empty (B, heads, tokens, width) tensor as fused code writes it, whatever the strides of `like`.
 
     Rows of features are contiguous and do not overlap; samples, heads and tokens follow each other as they do in

@@ -46,6 +46,11 @@ class Setting:
             raise ValueError(f"heads and head_dim must be at least 1, got {self.heads} and {self.head_dim}")
 
 
+def gpu_name() -> dict[str, str]:
+    """The GPU that is measured, for the settings of a result."""
+    return {"gpu": torch.cuda.get_device_name()}
+
+
 class CannotRunError(Exception):
     """A candidate that has no form for this setting; the text says why."""
 

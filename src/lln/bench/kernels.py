@@ -20,10 +20,7 @@ import torch
 from torch import Tensor
 
 from lln.bench.candidates import DTYPES
-from lln.bench.table_2 import PUBLISHED_SECONDS
-from lln.report.tables import Table
 
-NOT_TIMED = "Compiled, not timed: a bound is the least time that a GPU could take, not a measurement."
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LAYERS = 12  # of RoBERTa-base, as in table 2
 TYPES = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float64": "*fp64", "uint8": "*u8"}
@@ -115,10 +112,10 @@ def record_calls(
 def compile_call(call: Any, arch: str, stages: int | None = None) -> Compiled:
     """Compile a kernel as it would be for this call."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    import triton
     from lln.backends.triton.tuning import kernels
 
     function, config = kernels()[call.kernel], call.config()
@@ -236,51 +233,26 @@ def compile_all(archs: Sequence[str], *, dtype: str, head_dim: int, tuned: bool 
     return found
 
 
-def kernels_grids(archs: Sequence[str], *, dtype: str, head_dim: int, heads: int = 12) -> list[Table]:
-    """What the compiler says of all kernels, and the bounds of attention at the lengths of table 2."""
-    compiled = compile_all(archs, dtype=dtype, head_dim=head_dim)
+def bound_rows(gpu: Gpu, *, dtype: str, head_dim: int, heads: int) -> list[dict[str, Any]]:
+    """The bounds of attention at the lengths of the paper's table 2: of a forward pass, and of all passes."""
     rows = []
-    for x in compiled:
-        config = f"{x.tile} / {x.warps} / {x.stages}"
-        usage = (str(x.registers), str(x.stack), f"{x.shared:,}", f"{x.occupancy:.0%}")
-        rows.append([x.kernel, x.arch, config, *usage, x.problem or "none"])
-    header = ["kernel", "for", "tile / warps / stages", "registers", "spilled bytes", "shared bytes", "occupancy"]
-    title = f"Kernels, {dtype}, head dimension {head_dim}"
-    grids = [Table(title, [*header, "problem"], rows, [NOT_TIMED])]
-    for arch in archs:
-        grids.append(_bounds_grid(GPUS[arch], dtype=dtype, head_dim=head_dim, heads=heads))
-    return grids
-
-
-def _bounds_grid(gpu: Gpu, *, dtype: str, head_dim: int, heads: int) -> Table:
-    rows = []
-    for place, tokens in enumerate(LENGTHS):
+    for tokens in LENGTHS:
         passes = record_calls(tokens, dtype=dtype, head_dim=head_dim, heads=heads)
         options: dict[str, Any] = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
         bounds = {name: bound_of(calls, gpu, **options) for name, calls in passes.items()}
         forward = bounds["LLN forward"]
-        lln = bounds["LLN forward"].seconds + bounds["LLN backward"].seconds
-        both = lln + bounds["blocks forward"].seconds + bounds["blocks backward"].seconds
+        lln = forward.seconds + bounds["LLN backward"].seconds
+        near = bounds["blocks forward"].seconds + bounds["blocks backward"].seconds
         rows.append(
-            [
-                f"{tokens:,}",
-                f"{(forward.token_bytes + forward.other_bytes) / 1e6:.1f}",
-                f"{forward.operations / 1e9:.2f}",
-                f"{forward.seconds * 1e6:.0f}",
-                f"{forward.seconds / forward.once_seconds:.2f}",
-                f"{forward.strict_seconds / forward.once_seconds:.2f}",
-                f"{lln * LAYERS * 1e3:.2f}",
-                f"{PUBLISHED_SECONDS['lln'][place]}",
-                f"{both * LAYERS * 1e3:.2f}",
-                f"{PUBLISHED_SECONDS['lln_diag'][place]}",
-            ]
+            {
+                "tokens": tokens,
+                "bytes": forward.token_bytes + forward.other_bytes,
+                "operations": forward.operations,
+                "seconds": forward.seconds,
+                "of_once": forward.seconds / forward.once_seconds,
+                "strict_of_once": forward.strict_seconds / forward.once_seconds,
+                "lln_seconds": lln * LAYERS,
+                "lln_diag_seconds": (lln + near) * LAYERS,
+            }
         )
-    header = ["tokens", "MB", "GFLOP", "bound (µs)", "of one read and write", "strict"]
-    header += ["LLN, 12 layers, bound (ms)", "LLN, published step (s)", "LLN+Diag, 12 layers, bound (ms)"]
-    notes = [
-        NOT_TIMED,
-        "First columns: LLN forward of one layer. 12 layers: forward and backward of the attention alone; a published",
-        "step is the training step of all of RoBERTa-base on an A100, with all that is not attention.",
-    ]
-    title = f"Bounds on {gpu.name}: batch 1, {heads} heads of {head_dim}, {dtype}"
-    return Table(title, [*header, "LLN+Diag, published step (s)"], rows, notes)
+    return rows

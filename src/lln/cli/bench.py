@@ -45,6 +45,7 @@ def attention(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     causal: Annotated[bool, typer.Option("--causal", help="A token sees those before it alone.")] = False,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="No gradients.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Measure each length about this long.")] = 4.0,
     max_seconds: MaxSeconds = 10.0,
     seed: Seed = 0,
@@ -60,14 +61,18 @@ def attention(
     from lln.report.speed import attention_tables
     from lln.report.speed_pictures import draw_attention
 
-    setting = candidates.Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal)
-    tokens, chosen = numbers("--lengths", lengths, LENGTHS), names("--mechanisms", mechanisms, candidates.MECHANISMS)
+    setting = candidates.Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal, device=device)
+    on_gpu = device == "cuda"
+    compared = candidates.GPU_MECHANISMS if on_gpu else candidates.MECHANISMS
+    tokens, chosen = numbers("--lengths", lengths, LENGTHS), names("--mechanisms", mechanisms, compared)
     for name in chosen:
         candidates.check_name(name)
     passes = PASSES[:1] if forward_only else PASSES
     origins = {name: candidates.origin(name, setting) for name in chosen}
-    described = asdict(setting) | {"origins": origins, "seconds": seconds, "max_seconds": max_seconds}
-    run = f"attention-{dtype}{'-causal' if causal else ''}"
+    described = {name: x for name, x in asdict(setting).items() if (name, x) != ("device", "cpu")}
+    described |= candidates.gpu_name() if on_gpu else {}
+    described |= {"origins": origins, "seconds": seconds, "max_seconds": max_seconds}
+    run = f"attention-{dtype}{'-causal' if causal else ''}{'-cuda' if on_gpu else ''}"
     recording = _recording(context, out, run, described, seed, fresh, kernel_in_use(setting))
     if goals:
         check((), recording.result)  # refuses another setting before anything is measured
@@ -84,6 +89,7 @@ def attention(
         max_seconds=max_seconds,
         seed=seed,
         done=recording.rows,
+        device=device,
     )
     _measure(recording, rows, total=len(tokens) * len(chosen) * len(passes))
     _finish(recording, attention_tables, draw_attention, json, ATTENTION_GOALS if goals else ())
@@ -171,6 +177,37 @@ def decode(
         for row in rows:
             recording.add(row)
     _finish(recording, decode_tables, draw_decode, json, DECODE_GOALS if goals else ())
+
+
+@app.command("kernels")
+def kernels(
+    arch: Annotated[str, typer.Option(help="sm_80 (A100) and sm_90 (H100), separated by commas.")] = "sm_80,sm_90",
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    heads: int = 12,
+    head_dim: int = 64,
+    json: Json = False,
+) -> None:
+    """The Triton kernels compiled for GPUs, without one: registers, shared memory, bounds. Nothing is timed."""
+    from lln.bench.kernels import GPUS, bound_rows, compile_all
+    from lln.paper.table2 import PUBLISHED_SECONDS
+    from lln.report.kernels import bounds_table, kernels_table
+
+    archs = names("--arch", arch, tuple(GPUS))
+    if unknown := [x for x in archs if x not in GPUS]:
+        raise ValueError(f"--arch takes {', '.join(GPUS)} separated by commas, got {unknown[0]!r}")
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise ValueError(f"--dtype must be float16, bfloat16 or float32, got {dtype!r}")
+    with Progress("compile", len(archs)) as bar:
+        compiled = []
+        for one in archs:
+            compiled += compile_all([one], dtype=dtype, head_dim=head_dim)
+            bar.advance()
+    tables = [kernels_table(compiled, f"Kernels, {dtype}, head dimension {head_dim}")]
+    for one in archs:
+        title = f"Bounds on {GPUS[one].name}: batch 1, {heads} heads of {head_dim}, {dtype}"
+        rows = bound_rows(GPUS[one], dtype=dtype, head_dim=head_dim, heads=heads)
+        tables.append(bounds_table(rows, PUBLISHED_SECONDS, title))
+    print_tables(tables, as_json=json)
 
 
 @app.command("forms")

@@ -14,6 +14,7 @@ that the mean over all processes, which data parallelism and FSDP take, is the g
 import inspect
 import math
 import re
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
+from lln.distributed.functional import block_diagonal_attention, lln_attention, lln_diag_attention
 from lln.distributed.merge import refuse_second_order
 from lln.distributed.ranks import Group, Ranks, find_ranks
+from lln.distributed.state import state_before
 from lln.nn import LLNAttention
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,6 +34,17 @@ TOKEN_HEADS = re.compile(r"(ForMaskedLM|ForCausalLM|LMHeadModel|ForTokenClassifi
 MASK_POSITIONS = re.compile(
     r"cumsum\(\s*attention_mask|attention_mask\.(long\(\)\.)?cumsum|torch\.cumsum\(attention_mask"
 )
+
+
+class Parallel:
+    """The functions that a mechanism calls in place of those of one process."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.lln_attention = partial(lln_attention, group=group)
+        self.lln_diag_attention = partial(lln_diag_attention, group=group)
+        self.block_diagonal_attention = partial(block_diagonal_attention, group=group)
+        self.state_before = partial(state_before, group=group)
 
 
 def parallelize(model: Model, mesh: Group | None) -> Model:
@@ -57,7 +71,7 @@ def parallelize(model: Model, mesh: Group | None) -> Model:
     modules = attention_modules(model)
     _check(model, modules)
     for module in modules.values():
-        module.mechanism.group = ranks.group
+        module.mechanism.parallel = Parallel(ranks.group)
     parts = _Parts(ranks, model, [module.mechanism for module in modules.values()])
     parts.handles = [
         model.register_forward_pre_hook(parts.split, with_kwargs=True),
@@ -313,4 +327,4 @@ def _restore(model: Any) -> None:
     for handle in parts.handles:
         handle.remove()
     for mechanism in parts.mechanisms:
-        mechanism.group, mechanism.packed_rows = None, None
+        mechanism.parallel, mechanism.packed_rows = None, None

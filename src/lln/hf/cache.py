@@ -89,7 +89,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._continue(mechanism, query, key, value, keep)
 
     def _continue(self, mechanism: Mechanism, query: Any, key: Any, value: Any, keep: Tensor | None) -> Tensor:
-        group, begins = getattr(mechanism, "group", None), self.state is None
+        parallel, begins = getattr(mechanism, "parallel", None), self.state is None
         if self.state is None:
             self.state = mechanism.init_state(
                 query.shape[0],
@@ -105,17 +105,15 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             piece["key_weight"] = weight
         if self.state.block_size is not None and (far_query is not query or far_key is not key):
             piece["near_query"], piece["near_key"] = query, key
-        if group is not None:
-            self._begin_part(piece, group, begins)
+        if parallel is not None:
+            self._begin_part(piece, parallel, begins)
         if self.record_past:
             return self._advance_recorded(mechanism, piece)
         self.base, self.recorded = None, []
         return self._advance(mechanism, piece)
 
-    def _begin_part(self, piece: Piece, group: Any, begins: bool) -> None:
+    def _begin_part(self, piece: Piece, parallel: Any, begins: bool) -> None:
         """The state of the processes that hold the tokens before those of this one."""
-        from lln.distributed.state import state_before
-
         if not begins or self.record_past:
             raise ValueError(
                 "several processes can begin a sequence but not continue it; make its cache with "
@@ -123,7 +121,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
         assert self.state is not None
         given: Any = {name: x for name, x in piece.items() if name != "near_query"}
-        self.state = state_before(self.state, **given, group=group)
+        self.state = parallel.state_before(self.state, **given)
 
     def _advance(self, mechanism: Mechanism, piece: Any) -> Tensor:
         assert self.state is not None

@@ -179,7 +179,7 @@ def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
 def add_lora(student: PreTrainedModel, rank: int) -> Any:
     """LoRA matrices on all linear layers of a model, which alone are trained beside its attention mechanisms."""
     try:
-        from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+        from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ImportError('LoRA needs peft: pip install "lln-attention[lora]"') from error
     return get_peft_model(student, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

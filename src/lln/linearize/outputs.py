@@ -33,7 +33,7 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
         return
     outputs = {}
     for branch in ("far", "near"):
-        mechanism.branches = branch  # type: ignore[assignment]
+        mechanism.branches = branch
         outputs[branch] = attend(mechanism, seen)
     mechanism.branches = "both"
     between = outputs["far"] - outputs["near"]
@@ -51,7 +51,7 @@ def output_layers(teacher: PreTrainedModel, batch: Batch) -> dict[str, str]:
     inputs: dict[str, Tensor] = {}
     layers = {name: x for name, x in teacher.named_modules() if isinstance(x, nn.Linear | Conv1D)}
     hooks = [
-        layer.register_forward_pre_hook(lambda _, given, name=name: inputs.__setitem__(name, given[0]))  # type: ignore[misc]
+        layer.register_forward_pre_hook(lambda _, given, name=name: inputs.__setitem__(name, given[0]))
         for name, layer in layers.items()
     ]
     try:

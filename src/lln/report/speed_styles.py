@@ -13,6 +13,8 @@ ATTENTION_STYLES = {
     "lln": CurveStyle("LLN", BLUE, "-", "s"),
     "lln_diag": CurveStyle("LLN+Diag", PURPLE, "-", "^"),
     "floor": CurveStyle("the matrix products alone", GREEN, "--", "_"),
+    "lln_compiled": CurveStyle("LLN, plain torch, compiled", SKY, "-.", "s"),
+    "fla": CurveStyle("flash-linear-attention", VERMILLION, "-", "D"),
 }
 MODEL_STYLES = {
     "eager": ATTENTION_STYLES["softmax_explicit"],

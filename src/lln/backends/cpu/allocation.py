@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lln.backends.base import empty_rows
+
 
 def as_rows(x: Tensor) -> Tensor:
     """A tensor with contiguous rows, or a copy of it that has them."""
@@ -54,18 +56,3 @@ def allocate_gradients(
 
 def _empty_floats(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
-
-
-def empty_rows(like: Tensor, width: int) -> Tensor:
-    """An empty (B, heads, tokens, width) tensor as the C code writes it, whatever the strides of `like`.
-
-    Rows of features are contiguous and do not overlap; samples, heads and tokens follow each other as they do in
-    `like`, so that whoever splits or joins heads, or packed sequences, needs no copy.
-    """
-    batch, heads, tokens, _ = like.shape
-    sample, head, token, _ = like.stride()
-    if head < token:
-        return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
-    if sample < head:
-        return like.new_empty((heads, batch, tokens, width)).transpose(0, 1)
-    return like.new_empty((batch, heads, tokens, width))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from lln.backends.base import empty_rows
 from lln.backends.cpu import layout
-from lln.backends.cpu.allocation import allocate_gradients, allocate_results, as_rows, empty_rows
+from lln.backends.cpu.allocation import allocate_gradients, allocate_results, as_rows
 from lln.backends.cpu.build import load
 from lln.backends.cpu.future import is_spoiled, without_odd_future
 from lln.checks import check_choice

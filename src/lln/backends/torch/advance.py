@@ -22,7 +22,7 @@ from lln.recurrence import Advance, Memory, Recurrence
 def advance(recurrence: Recurrence) -> Advance:
     """The outputs of the next tokens, and the memory after them; nothing is overwritten."""
     if recurrence.centers is not None:
-        recurrence = _centered(recurrence, *recurrence.centers)
+        recurrence = centered_recurrence(recurrence, *recurrence.centers)
     far, summary, sums = _far(recurrence)
     near: Tensor | None = None
     recent: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -35,7 +35,7 @@ def advance(recurrence: Recurrence) -> Advance:
     return Advance((far if near is None else (far + near) / 2).to(recurrence.value.dtype), None, after)
 
 
-def _centered(recurrence: Recurrence, center_query: Tensor, center_key: Tensor) -> Recurrence:
+def centered_recurrence(recurrence: Recurrence, center_query: Tensor, center_key: Tensor) -> Recurrence:
     """The decomposed form as the unbiased one of dq and dk."""
     near_query, near_key = recurrence.near_query, recurrence.near_key
     if recurrence.memory.recent_key is not None and near_query is None:
@@ -43,8 +43,8 @@ def _centered(recurrence: Recurrence, center_query: Tensor, center_key: Tensor) 
     dtype = recurrence.memory.mass.dtype
     inputs = (recurrence.query.to(dtype), recurrence.key.to(dtype), recurrence.key_weight)
     query, key, weight = centered_inputs(*inputs, center_query, center_key)
-    changes = {"near_query": near_query, "near_key": near_key, "key_weight": weight}
-    return recurrence._replace(query=query, key=key, form="unbiased", centers=None, **changes)
+    recurrence = recurrence._replace(query=query, key=key, key_weight=weight, form="unbiased", centers=None)
+    return recurrence._replace(near_query=near_query, near_key=near_key)
 
 
 def centered_inputs(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lln.backends.base import Backend, transformed_reason
+from lln.backends.torch.advance import centered_recurrence
 from lln.backends.triton.configs import WIDEST, WIDEST_CAUSAL
 from lln.forms import centered, sample_centers
 from lln.problem import Problem
@@ -68,7 +69,8 @@ class TritonBackend(Backend):
         return output
 
     def why_not_advance(self, recurrence: Recurrence) -> str | None:
-        query, key, value, _, memory, alpha, beta, _, _, key_weight, _, near_query, near_key, _, _ = recurrence
+        query, key, value, memory = recurrence.query, recurrence.key, recurrence.value, recurrence.memory
+        near_query, near_key = recurrence.near_query, recurrence.near_key
         reason = unsupported_reason(query, value)
         if reason is None and near_query is not None:
             reason = unsupported_reason(near_query, value)
@@ -80,7 +82,8 @@ class TritonBackend(Backend):
             return "torch.compile wants to see the operations of a state"
         if memory.mass.dtype != torch.float32 or memory.query_sums.dtype != torch.float64:
             return "the state has other dtypes than one made for these tokens"
-        tensors = (query, key, value, *memory, alpha, beta, key_weight, near_query, near_key)
+        tensors = (query, key, value, *memory, recurrence.alpha, recurrence.beta, recurrence.key_weight)
+        tensors += (near_query, near_key, *(recurrence.centers or ()))
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             return "gradients flow through a state in plain torch"
         return transformed_reason(tensors)
@@ -88,7 +91,7 @@ class TritonBackend(Backend):
     def advance(self, recurrence: Recurrence) -> Advance:
         from lln.backends.triton.step import step
 
-        return step(recurrence)
+        return step(recurrence if recurrence.centers is None else centered_recurrence(recurrence, *recurrence.centers))
 
 
 def unsupported_reason(query: Tensor, value: Tensor) -> str | None:

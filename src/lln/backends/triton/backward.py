@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.backends.base import new_rows
+from lln.backends.base import empty_rows
 from lln.backends.triton.arguments import (
     ALL,
     Arguments,
@@ -41,7 +41,7 @@ class _Results:
     def __init__(self, inputs: FarInputs, wanted: Wanted, block_d: int, query_parts: int, key_tiles: int) -> None:
         (batch, heads, tokens, _), (_, key_heads, keys, _) = inputs.query.shape, inputs.key.shape
         like = inputs.query
-        self.query, self.key, self.value = (new_rows(x, x.shape[3]) for x in inputs[:3])
+        self.query, self.key, self.value = (empty_rows(x, x.shape[3]) for x in inputs[:3])
         self.alpha = new_floats(like, batch, heads, tokens if wanted.scales else 0)
         self.beta = new_floats(like, batch, heads, keys if wanted.scales else 0)
         self.key_weight = new_floats(like, batch, heads, keys if wanted.key_weight else 0)

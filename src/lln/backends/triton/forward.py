@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lln.backends.base import new_rows
+from lln.backends.base import empty_rows
 from lln.backends.triton import configs
 from lln.backends.triton.arguments import (
     ALL,
@@ -127,7 +127,7 @@ def far_forward(inputs: FarInputs, matching: Matching, form: Form, *, is_causal:
     assert inputs.alpha is not None
     assert inputs.beta is not None
     run = Launcher(inputs.query, inputs.value, is_causal=is_causal)
-    output = new_rows(inputs.query, inputs.value.shape[3])
+    output = empty_rows(inputs.query, inputs.value.shape[3])
     found = summarize(run, inputs, form)
     if is_causal:
         logs = new_floats(inputs.query, *inputs.query.shape[:3])

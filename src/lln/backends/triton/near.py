@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lln.backends.base import new_rows
+from lln.backends.base import empty_rows
 from lln.backends.triton.arguments import Arguments, Launcher, contiguous_features, new_floats, row_arguments
 from lln.backends.triton.backward import row_dots
 from lln.masks import front_order
@@ -54,7 +54,7 @@ def near_forward(
     """The output, and the logsumexp of the scores of each token, (B, H, N)."""
     query, key, value = (contiguous_features(x) for x in (query, key, value))
     run = Launcher(query, value)
-    output, logs = new_rows(query, value.shape[3]), new_floats(query, *query.shape[:3])
+    output, logs = empty_rows(query, value.shape[3]), new_floats(query, *query.shape[:3])
     tiles = run.tiles("near_kernel", query.shape[2])
     run(
         "near_kernel",
@@ -84,7 +84,7 @@ def near_backward(
     """The gradients of query, key and value."""
     query, key, value, gradient = (contiguous_features(x) for x in (query, key, value, gradient))
     run = Launcher(query, value)
-    d_query, d_key, d_value = (new_rows(x, x.shape[3]) for x in (query, key, value))
+    d_query, d_key, d_value = (empty_rows(x, x.shape[3]) for x in (query, key, value))
     arguments = {
         **_arguments(run, query, key, value, keep, block_size, is_window=is_window, is_causal=is_causal),
         **row_arguments("gradient", gradient),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from lln.backends.base import new_rows
+from lln.backends.base import empty_rows
 from lln.backends.torch import TorchBackend
 from lln.backends.torch.recompute import apart, is_transformed
 from lln.backends.triton import backward, forward, near
@@ -65,7 +65,7 @@ def _(
     batch, heads, tokens, width = query.shape
     scale = (batch, heads, tokens if is_causal else 1)
     used_alpha, used_beta = (new_floats(query, *scale) if x is None else x.clone() for x in (alpha, beta))
-    output = new_rows(query, value.shape[3])
+    output = empty_rows(query, value.shape[3])
     if is_causal:
         return output, used_alpha, used_beta, new_floats(query, batch, heads, tokens), new_floats(query, 0)
     block = power_of_two(width)
@@ -129,9 +129,9 @@ def _(
     tokens_of_scales = (tokens, keys) if of_scales else (0, 0)
     center = width if of_centers else 0
     return (
-        new_rows(query, width),
-        new_rows(key, width),
-        new_rows(value, value.shape[3]),
+        empty_rows(query, width),
+        empty_rows(key, width),
+        empty_rows(value, value.shape[3]),
         new_floats(query, batch, heads, tokens_of_scales[0]),
         new_floats(query, batch, heads, tokens_of_scales[1]),
         new_floats(query, batch, heads, keys if of_weight else 0),
@@ -189,7 +189,7 @@ def near_op(
 def _(
     query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, is_window: bool, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    return new_rows(query, value.shape[3]), new_floats(query, *query.shape[:3])
+    return empty_rows(query, value.shape[3]), new_floats(query, *query.shape[:3])
 
 
 @torch.library.custom_op("lln::triton_near_backward", mutates_args=())
@@ -222,7 +222,7 @@ def _(
     is_window: bool,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return new_rows(query, query.shape[3]), new_rows(key, key.shape[3]), new_rows(value, value.shape[3])
+    return empty_rows(query, query.shape[3]), empty_rows(key, key.shape[3]), empty_rows(value, value.shape[3])
 
 
 def _keep_near(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -6,9 +6,9 @@ product f eᵀ. The reference is the largest b that the first query of the chunk
 exceeds it by more than REACH the product could overflow, and the exponentials are taken one feature at a time instead.
 """
 
+import triton
 import triton.language as tl
 
-import triton
 from lln.backends.triton.kernels.common import (
     ABSENT,
     LARGEST,
