@@ -8,9 +8,11 @@ from lln.linearize import LinearizeConfig, linearize
 from lln.linearize.config import LEAST_FEATURES
 from lln.linearize.data import TextSource, lengths_up_to, special_tokens
 from lln.linearize.evaluate import Kept, ablated
-from lln.linearize.linear import split_documents
+from lln.linearize.linear import linearized_result, split_documents
 from lln.linearize.losses import attend
 from lln.linearize.teacher import converted_modules, make_teacher, observing
+from lln.paper import linearized
+from lln.results import add_result, read_results
 
 OPTIONS = {"quiet": True}
 
@@ -87,6 +89,21 @@ def test_lora_leaves_the_weights_beside_linear_layers_as_they_were(make, tokeniz
     tokens = torch.randint(5, 80, (2, 20))
     with torch.no_grad():
         torch.testing.assert_close(again(tokens)[0], result.model(tokens)[0])
+
+
+def test_a_report_as_a_result(make, tokenizer, texts, quick, tmp_path):
+    report = run(make("bert"), tokenizer, texts, quick(steps=0)).report
+    report["command"] = f"lln linearize {tmp_path}/model --steps 0"
+    add_result(tmp_path / "linearized.jsonl", linearized_result(report, "bert-lln_diag"))
+    result = read_results(tmp_path / "linearized.jsonl", made_by="lln linearize")["bert-lln_diag"]
+    assert result.origin["command"] == "lln linearize model --steps 0"
+    assert {"commit", "machine", "seed"} <= result.origin.keys()
+    stages = [row["stage"] for row in result.rows]
+    assert stages.count("calibrate") == len(report["kept"]["calibrate"])
+    table = linearized.make(tmp_path)
+    names = ["calibrated, not trained", "both branches", "the far branch alone", "the near branch alone", "neither"]
+    assert [row[0] for row in table.rows] == [f"bert-lln_diag: {name}" for name in names]
+    assert table.rows[0][2] == f"{report['kept']['calibrate'][-1]['cosine']:.4f}"
 
 
 def test_images(make, quick):

@@ -10,7 +10,7 @@ import typer
 from lln.cli.options import Results
 from lln.terminal import console
 
-PAGES = ("results.md", "speed.md", "long-range-arena.md", "zoo.md")
+PAGES = ("results.md", "speed.md", "long-range-arena.md", "zoo.md", "linearize.md")
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -26,14 +26,21 @@ def add_command(app: typer.Typer) -> None:
         out: Path | None,
         data_dir: Path | None,
         quiet: bool,
+        record: Path | None,
         **flags: Any,
     ) -> None:
         config = LinearizeConfig.preset(preset, **changed(flags))
         if out is None:
             raise ValueError("say where the linear model is to be written: --out FOLDER")
         from lln.linearize.command import run  # only now: it brings transformers, accelerate and datasets
+        from lln.linearize.linear import linearized_result
+        from lln.results import add_result, check_writable
 
-        run(model, out, config, text=text, images=images, data_dir=data_dir, quiet=quiet, warn=errors.print)
+        if record is not None:
+            check_writable(record)
+        found = run(model, out, config, text=text, images=images, data_dir=data_dir, quiet=quiet, warn=errors.print)
+        if record is not None:
+            add_result(record, linearized_result(found.report, f"{Path(model).name}-{config.attention}"))
 
     learn = "Text to learn from: a file .txt, .jsonl or .jsonl.gz, or a folder."
     folder = typer.Argument(help="Folder or hub name of the model.")
@@ -42,6 +49,7 @@ def add_command(app: typer.Typer) -> None:
         parameter("text", Path | None, None, typer.Option(help=learn)),
         parameter("images", Path | None, None, typer.Option(help="Folder of images to learn from, for a ViT.")),
         *settings_parameters(LinearizeConfig),
+        parameter("record", Path | None, None, typer.Option(help="Add what was kept to this result file (.jsonl).")),
     ]
     set_parameters(command, parameters)
     app.command("linearize", help=HELP)(command)

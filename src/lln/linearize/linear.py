@@ -22,6 +22,7 @@ from lln.linearize.report import write_report
 from lln.linearize.stages import Linearizer, train
 from lln.linearize.teacher import converted_modules, make_teacher
 from lln.provenance import read_json
+from lln.results import Result
 from lln.tasks.data.folder import hashed_share
 from lln.tasks.display import Display
 from lln.tasks.run import PROVENANCE, SUMMARY, RunFolder, write_json
@@ -225,6 +226,18 @@ def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
             display.close()
         note("cost", cost)
     return found
+
+
+def linearized_result(report: Mapping[str, Any], run: str) -> Result:
+    """What is kept of a report in a result file: what was kept after each stage, and with which branches."""
+    about = ("kept", "ablation", "heads", "cost", "settings", "data", "origin", "folded")
+    rows = [{"stage": stage} | row for stage, kept in report["kept"].items() for row in kept]
+    rows += [{"stage": "ablation"} | row for row in report["ablation"]]
+    origin = {name: x for name, x in report.items() if name not in about}
+    # Where folders are on a machine tells others nothing.
+    words = (Path(word).name if Path(word).is_absolute() else word for word in report["command"].split())
+    origin["command"] = " ".join(words)
+    return Result(run, origin, report["settings"], {"data": report["data"]}, {"rows": rows})
 
 
 def describe(row: Mapping[str, float]) -> str:

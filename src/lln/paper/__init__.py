@@ -1,4 +1,4 @@
-"""The paper's tables and figures, and two tables of our own: one module each, with the published numbers beside ours.
+"""The paper's tables and figures, and three tables of our own: one module each, with the published numbers beside ours.
 
 What a module has says what it is:
 
@@ -29,6 +29,7 @@ NAMES = (
     "table5",
     "mlm",
     "ablation",
+    "linearized",
     "figure1",
     "figure2",
     "figure5",
