@@ -1,6 +1,7 @@
 """The public surface: names, README, what `import lln` needs, and that the project speaks of itself alone."""
 
-import importlib
+import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -91,7 +92,10 @@ def test_citation_names_the_paper():
 def test_every_module_imports_and_says_what_it_is():
     for path in sorted((ROOT / "src/lln").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
-        assert importlib.import_module(name).__doc__, name
+        if name.startswith("lln.backends.triton.") and importlib.util.find_spec("triton") is None:
+            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), name
+        else:
+            assert importlib.import_module(name).__doc__, name
 
 
 def test_make_lists_its_targets():
