@@ -30,5 +30,7 @@ def make(results: Path, file: str = "linearized") -> Table:
 def describe(settings: object) -> str:
     """Steps and tokens of a run."""
     assert isinstance(settings, dict)
+    if settings["steps"] == 0:
+        return f"calibration on {settings['calibration_tokens']:,} tokens alone; seed {settings['seed']}."
     steps = ", ".join(f"{stage} {settings[f'{stage}_steps']}" for stage in ("align", "join", "distil"))
     return f"steps: {steps}, of {settings['batch_tokens']:,} tokens; seed {settings['seed']}."
