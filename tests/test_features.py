@@ -5,6 +5,7 @@ import torch
 
 import lln
 from lln.features import HeadFeatures, balanced_basis
+from lln.neighbors import token_ranks
 
 FORMS = ("paper", "unbiased", "decomposed")
 
@@ -154,7 +155,7 @@ def test_what_does_not_go_together_is_refused():
         lln.LLNAttention(2, 8, statistics="learned", alpha=1.0)
 
 
-@pytest.mark.parametrize("combine", ["average", "ratio", "gate", "scale"])
+@pytest.mark.parametrize("combine", ["average", "ratio", "scale"])
 def test_both_branches(combine):
     module = make(cls=lln.LLNDiagAttention, combine=combine, near="window", block_size=6)
     query, key, value = heads()
@@ -163,15 +164,48 @@ def test_both_branches(combine):
     torch.testing.assert_close(module(query, key, value), (far + near) / 2, rtol=1e-6, atol=1e-6)
 
 
-def test_a_gate_depends_on_the_query():
-    module = make(cls=lln.LLNDiagAttention, combine="gate", share=0.2)
+def test_a_gate_depends_on_the_query_and_on_the_number_of_far_tokens():
+    module = make(cls=lln.LLNDiagAttention, combine="gate", share=0.2, near="window", block_size=6)
     with torch.no_grad():
         module.gate.normal_()
     query, key, value = heads()
-    share = torch.sigmoid((query * module.gate[:, None]).sum(-1, keepdim=True) + torch.log(torch.tensor(0.25)))
-    near = lln.block_diagonal_attention(query, key, value)
+    tokens = query.shape[2]
+    counts = torch.tensor([min(i + 3, tokens - 1) - max(i - 2, 0) + 1 for i in range(tokens)], dtype=query.dtype)
+    logit = (query * module.gate[:, None]).sum(-1, keepdim=True) + torch.log(torch.tensor(0.25))
+    share = torch.sigmoid(logit + torch.log((tokens - counts) / counts)[:, None])
+    near = lln.block_diagonal_attention(query, key, value, near="window", block_size=6)
     expected = share * explicit(module, query, key, value) + (1 - share) * near
     torch.testing.assert_close(module(query, key, value), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("near", ["blocks", "window"])
+def test_a_gate_leaves_softmax_attention_where_nothing_is_far(near, is_causal):
+    module = make(cls=lln.LLNDiagAttention, combine="gate", near=near, block_size=80).float()
+    query, key, value = (x.float().requires_grad_() for x in heads())
+    output = module(query, key, value, is_causal=is_causal)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(query, key, value, is_causal=is_causal, enable_gqa=True)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    output.sum().backward()
+    assert all(bool(x.grad.isfinite().all()) for x in (query, key, value, module.gate, module.ratio_logit))
+    assert float(module.gate.grad.abs().max()) == 0.0
+
+
+def test_a_gate_counts_the_tokens_of_each_sequence_alone():
+    """Padding and packing leave every sequence with what it gets by itself."""
+    module = make(cls=lln.LLNDiagAttention, combine="gate", near="window", block_size=6)
+    with torch.no_grad():
+        module.gate.normal_()
+    query, key, value = heads()
+    lengths = [9, 37, 1]
+    alone = [module(*(x[i : i + 1, :, :n] for x in (query, key, value)))[0] for i, n in enumerate(lengths)]
+    padded = module(query, key, value, key_padding_mask=torch.tensor(lengths))
+    row = [torch.cat([x[i, :, :n] for i, n in enumerate(lengths)], dim=1)[None] for x in (query, key, value)]
+    packed = module(*row, cu_seqlens=torch.tensor([0, 9, 46, 47], dtype=torch.int32))
+    for i, n in enumerate(lengths):
+        torch.testing.assert_close(padded[i, :, :n], alone[i], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(packed[0], torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -190,7 +224,9 @@ def test_a_state_gives_what_causal_attention_gives(form, dtype):
             q, k, v = (x[:, :, start:end] for x in (query, key, value))
             a, b, weight = module.far_inputs(q, k)
             far, near, state = state.branches(a, b, v, near_query=q, near_key=k, key_weight=weight)
-            outputs.append(module.join(far, near, q))
+            ranks = token_ranks(q)
+            ranks = ranks._replace(rank=ranks.rank + start)
+            outputs.append(module.join(far, near, q, ranks, is_causal=True))
         expected = module(query, key, value, is_causal=True)
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(torch.cat(outputs, dim=2).to(dtype), expected, rtol=tolerance, atol=tolerance)

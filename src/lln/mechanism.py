@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lln.checks import check_choice
+from lln.neighbors import TokenRanks, log_far_ratio
+from lln.problem import Near
 from lln.state import LLNState
 
 Combine = Literal["average", "ratio", "gate", "scale"]
@@ -39,8 +41,8 @@ class Mechanism(nn.Module):
         """
         return query, key, None
 
-    def join(self, far: Tensor, near: Tensor, query: Tensor) -> Tensor:
-        """The output from those of the two branches of a state."""
+    def join(self, far: Tensor, near: Tensor, query: Tensor, ranks: TokenRanks, *, is_causal: bool) -> Tensor:
+        """The output from those of the two branches, the query (B, H, N, D) and the ranks of its tokens."""
         return (far + near) / 2
 
     def log_features(
@@ -59,11 +61,16 @@ class JoinedBranches(nn.Module):
 
     - `combine="average"`: half of each, the paper's layer;
     - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks;
-    - `combine="gate"`: such a share for each query, sigmoid(g . q_i + c) with g and c of each head, from g = 0;
+    - `combine="gate"`: such a share for each query, sigmoid(g . q_i + c + ln(far tokens / near tokens)) with g and c of
+      each head, from g = 0. Far are the tokens that the query may see and that are not its neighbours: where there are
+      none, the output is that of softmax attention. At first the share is `share` where as many are far as near;
     - `combine="scale"`: a learned factor for each branch, head and value feature.
 
     `share` is what LLN has at first where it is learned.
     """
+
+    near: Near
+    block_size: int
 
     def _prepare_join(self, combine: Combine, share: float, num_heads: int, head_dim: int, value_dim: int) -> None:
         check_choice("combine", combine, get_args(Combine))
@@ -82,29 +89,37 @@ class JoinedBranches(nn.Module):
             self.far_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), share))
             self.near_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), 1 - share))
 
-    def join(self, far: Tensor, near: Tensor, query: Tensor) -> Tensor:
-        """The output from those of the two branches, and the query (B, H, N, D)."""
+    def join(self, far: Tensor, near: Tensor, query: Tensor, ranks: TokenRanks, *, is_causal: bool) -> Tensor:
+        """The output from those of the two branches, the query (B, H, N, D) and the ranks of its tokens."""
         if self.branches != "both":
             return far if self.branches == "far" else near
         if self.combine == "average":
             return (far + near) / 2
-        share = self.far_share(query.to(far.dtype))
+        share = self.far_share(query.to(far.dtype), ranks, is_causal=is_causal)
         if share is not None:
             return torch.lerp(near, far, share)
         return self.far_scale.to(far.dtype) * far + self.near_scale.to(far.dtype) * near
 
-    def far_share(self, query: Tensor, heads: list[int] | None = None) -> Tensor | None:
+    def far_share(
+        self, query: Tensor, ranks: TokenRanks, *, is_causal: bool, heads: list[int] | None = None
+    ) -> Tensor | None:
         """The learned share of the far branch, (1, H, 1, 1) or (B, H, N, 1), for the query (B, H, N, D) of some heads.
 
         None where it is a half, or where features are scaled one by one.
         """
         if self.combine not in ("ratio", "gate"):
             return None
-        logit = self.ratio_logit.to(query.dtype)[None, :, None, None]
-        gate = self.gate.to(query.dtype)[..., None] if self.combine == "gate" else None
-        if heads is not None:
-            logit, gate = logit[:, heads], None if gate is None else gate[heads]
-        return (logit if gate is None else logit + query @ gate).sigmoid()
+        chosen = slice(None) if heads is None else heads
+        logit = self.ratio_logit[chosen].to(query.dtype)[None, :, None, None]
+        if self.combine == "gate":
+            ratio = self.log_far_ratio(ranks, is_causal=is_causal).to(query.dtype)
+            gate = self.gate[chosen].to(query.dtype)[..., None]
+            logit = logit + query @ gate + ratio[:, None, :, None]
+        return logit.sigmoid()
+
+    def log_far_ratio(self, ranks: TokenRanks, *, is_causal: bool) -> Tensor:
+        """ln(far tokens / near tokens) of each query, (B, N); -inf where all that it may see is near."""
+        return log_far_ratio(ranks, near=self.near, block_size=self.block_size, is_causal=is_causal)
 
     def share_parameters(self) -> list[nn.Parameter]:
         """What decides how the branches are put together."""

@@ -11,10 +11,11 @@ from lln.backends.torch.summary import repeat_heads
 from lln.checks import check_at_least, check_block_size, check_choice, check_scale
 from lln.features import HeadFeatures
 from lln.forms import token_mean
-from lln.masks import read_paddings
+from lln.masks import read_padding, read_paddings
 from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
 from lln.matching.moments import SCOPES, Moments, Scope, measure_moments
 from lln.mechanism import Combine, JoinedBranches, Mechanism
+from lln.neighbors import token_ranks
 from lln.precision import accumulator
 from lln.problem import NEARS, Centers, Near, QueryOptions
 from lln.state import LLNState
@@ -388,7 +389,12 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
             if name in tokens:
                 near[name] = tokens.get(name)
         far = self._far(query, key, value, tokens)
-        return self.join(far, self._function("block_diagonal_attention")(query, key, value, **near), query)
+        softmax = self._function("block_diagonal_attention")(query, key, value, **near)
+        keep = read_padding(tokens.get("key_padding_mask"), key)
+        ranks = (token_ranks if self.parallel is None else self.parallel.token_ranks)(
+            query, keep, tokens.get("cu_seqlens")
+        )
+        return self.join(far, softmax, query, ranks, is_causal=tokens.get("is_causal", False))
 
     def _near_options(self) -> dict[str, Any]:
         return {"block_size": self.block_size, "near": self.near}

@@ -18,6 +18,7 @@ from lln.instruments.reading import Options, read, scales_of
 from lln.instruments.rows import MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding
 from lln.mechanism import JoinedBranches, Mechanism
+from lln.neighbors import token_ranks
 from lln.nn import LLNAttention
 from lln.precision import accumulator
 
@@ -181,7 +182,9 @@ def _longest(query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Ten
 
 def _with_share(capture: Capture, module: nn.Module | None) -> Capture:
     if isinstance(module, JoinedBranches) and capture.options.get("kind") == "lln_diag":
-        share = module.far_share(capture.query, heads=capture.heads)
+        ranks = token_ranks(capture.query, capture.options.get("key_padding_mask"))
+        is_causal = capture.options.get("is_causal", False)
+        share = module.far_share(capture.query, ranks, is_causal=is_causal, heads=capture.heads)
         capture.share = None if share is None else share[0, :, :, 0].detach()
     return capture
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lln.tasks.data.folder import digest
@@ -29,6 +30,9 @@ class Source(Protocol):
     def batch(self, stage: str, step: int) -> Batch: ...
 
     def calibration(self) -> list[Batch]: ...
+
+    def mixed(self) -> Batch:
+        """About as much as `calibration`, of all lengths, in one batch with padding."""
 
     def held_out(self, length: int) -> list[Batch]: ...
 
@@ -80,6 +84,15 @@ class TextSource:
         longest = self.lengths[-1]
         return [self._drawn(chance, longest, longest) for _ in range(max(1, self._calibration_tokens // longest))]
 
+    def mixed(self) -> Batch:
+        chance, longest = draws(self._seed, 0, 1), self.lengths[-1]
+        rows = max(1, self._calibration_tokens // longest // len(self.lengths))
+        batches = [self._drawn(chance, length, rows * length)["input_ids"] for length in self.lengths]
+        real = [torch.ones_like(ids) for ids in batches]
+        padded = ([pad(x, (0, longest - x.shape[1])) for x in tensors] for tensors in (batches, real))
+        ids, mask = map(torch.cat, padded)
+        return {"input_ids": ids, "attention_mask": mask}
+
     def held_out(self, length: int) -> list[Batch]:
         inner = length - len(self._before) - len(self._after)
         starts = range(0, len(self._held_out) - inner + 1, inner)[: self._passages]
@@ -118,6 +131,9 @@ class ImageSource:
 
     def calibration(self) -> list[Batch]:
         return [{"pixel_values": x} for x in torch.split(self._images[: self._calibration], self._size)]
+
+    def mixed(self) -> Batch:
+        return {"pixel_values": self._images[: self._calibration]}
 
     def held_out(self, length: int) -> list[Batch]:
         return [{"pixel_values": x} for x in torch.split(self._held_out, self._size)]

@@ -7,6 +7,7 @@ give, what the teacher's gives from its own.
 Shapes: T tokens, W width of the heads together, F features of the model.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +19,14 @@ from transformers.pytorch_utils import Conv1D
 from lln.linearize.data import Batch
 from lln.linearize.losses import attend
 from lln.linearize.teacher import Observation, observing
+from lln.masks import blank
 from lln.mechanism import JoinedBranches, Mechanism
+from lln.neighbors import token_ranks
 
 # The pull of the projection to the teacher's, in units of the mean square of the heads' outputs. Of 0.03, 0.3, 1, 4 and
 # a bias alone, 1 and 4 kept most of all-MiniLM-L6-v2 on passages of its training text that nothing was fitted to.
 RIDGE = 2.0
-SMALLEST_SHARE = 0.03  # of a branch, where shares are learned afterwards: a share of 0 would have no gradient
+SMALLEST_SHARE = 0.01  # of a branch, where shares are learned afterwards: a share of 0 would have no gradient
 
 
 @torch.no_grad()
@@ -36,10 +39,25 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
         mechanism.branches = branch
         outputs[branch] = attend(mechanism, seen)
     mechanism.branches = "both"
-    between = outputs["far"] - outputs["near"]
-    size = between.square().sum(dim=(0, 2, 3)).clamp(min=torch.finfo(between.dtype).tiny)
-    share = (between * (seen.output - outputs["near"])).sum(dim=(0, 2, 3)) / size
-    mechanism.ratio_logit.copy_(share.clamp(SMALLEST_SHARE, 1 - SMALLEST_SHARE).logit())
+    between, missing = outputs["far"] - outputs["near"], seen.output - outputs["near"]
+    if seen.keep is not None:
+        between, missing = blank(between, seen.keep), blank(missing, seen.keep)
+    size, along = between.square().sum(dim=3), (between * missing).sum(dim=3)  # (B, H, N)
+    offset = torch.zeros(1, 1, 1)
+    if mechanism.combine == "gate":
+        ranks = token_ranks(seen.query, seen.keep)
+        offset = mechanism.log_far_ratio(ranks, is_causal=seen.is_causal)[:, None]
+    # The error is a smooth function of one number for each head: a coarse search, then a fine one around its result.
+    best = torch.zeros(mechanism.num_heads)
+    largest = math.log(1 / SMALLEST_SHARE - 1)
+    for reach, step in ((largest, 0.25), (0.25, 0.01)):
+        candidates = (best + torch.arange(-reach, reach + step, step)[:, None]).clamp(-largest, largest)  # (C, H)
+        errors = []
+        for logit in candidates:
+            share = (logit[:, None] + offset).sigmoid()
+            errors.append((share.square() * size - 2 * share * along).sum(dim=(0, 2)))
+        best = candidates.gather(0, torch.stack(errors).argmin(dim=0, keepdim=True))[0]
+    mechanism.ratio_logit.copy_(best)
 
 
 def output_layers(teacher: PreTrainedModel, batch: Batch) -> dict[str, str]:
@@ -78,23 +96,25 @@ def fit_outputs(
     Args:
         student: the linear model; its output projections are replaced.
         teacher: the model that it imitates; its projections are what the fit is pulled to.
-        batch: text or images to fit on.
+        batch: text or images to fit on; padding is left out.
         layers: from `output_layers`.
         ridge: the strength of the pull.
     """
     wanted: dict[str, Tensor] = {}
+    keep = batch["attention_mask"].bool() if "attention_mask" in batch else None
 
-    def keep(name: str) -> Any:
+    def record(name: str) -> Any:
         return lambda _, given, output: wanted.__setitem__(name, output)
 
     def fit(name: str) -> Any:
         def before(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-            _fit_layer(getattr(layer, "base_layer", layer), teacher.get_submodule(name), given[0], wanted[name], ridge)
+            x, y = (tensor if keep is None else tensor[keep] for tensor in (given[0], wanted[name]))
+            _fit_layer(getattr(layer, "base_layer", layer), teacher.get_submodule(name), x, y, ridge)
 
         return before
 
     names = layers.values()
-    _run_with(teacher, batch, [teacher.get_submodule(x).register_forward_hook(keep(x)) for x in names])
+    _run_with(teacher, batch, [teacher.get_submodule(x).register_forward_hook(record(x)) for x in names])
     _run_with(student, batch, [student.get_submodule(x).register_forward_pre_hook(fit(x)) for x in names])
 
 

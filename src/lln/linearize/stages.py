@@ -75,23 +75,28 @@ class Linearizer:
         for name, mechanism in self.mechanisms.items():
             if isinstance(mechanism, LLNAttention) and mechanism.features is not None:
                 calibrate_heads(mechanism, observed[name], self._rows(observed[name], "align", 0))
-            fit_shares(mechanism, observed[name])
             on_layer()
-        self._fit_outputs()
+        self._fit_joins()
 
     def finish(self, stage: str) -> None:
         """What follows the last step of a stage: fits in closed form of what depends on what the stage has trained."""
-        if stage == "align":
-            for name, seen in self._observed(self.source.calibration()).items():
-                fit_shares(self.mechanisms[name], seen)
         if stage in ("align", "join"):
-            self._fit_outputs()
+            self._fit_joins(shares=stage == "align")
 
-    def _fit_outputs(self) -> None:
+    def _fit_joins(self, *, shares: bool = True) -> None:
+        """Fit the shares of the branches, if asked for, and the output projections."""
+        batch = self._fitted_batch()
+        if shares:
+            for name, seen in self._observed([batch]).items():
+                fit_shares(self.mechanisms[name], seen)
+        fit_outputs(self.student, self.teacher, batch, output_layers(self.teacher, self.source.calibration()[0]))
+
+    def _fitted_batch(self) -> Batch:
+        """Passages of all lengths, because errors depend on the length, or of one if a mechanism takes no padding."""
+        if all(mechanism.record.padding for mechanism in self.mechanisms.values()):
+            return self.source.mixed()
         batches = self.source.calibration()
-        layers = output_layers(self.teacher, batches[0])
-        whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        fit_outputs(self.student, self.teacher, whole, layers)
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
     def stages(self) -> list[Stage]:
         """The stages that train something; weights of the student are trained in the last one alone."""
