@@ -1,7 +1,9 @@
 import json
+from itertools import pairwise
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 import lln.hf
 from lln.linearize import LinearizeConfig, linearize
@@ -297,3 +299,24 @@ def test_a_linear_decoder_generates_with_a_state(make, tokenizer, texts, quick, 
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with_state = linear.generate(ids, **options)
     assert torch.equal(with_state, linear.generate(ids, **options, use_cache=False))
+
+
+def test_labelled_pairs_are_reported_for_both_models(make, tokenizer, texts, quick, tmp_path):
+    pairs = [(a[:40], b[:60], float(i % 5)) for i, (a, b) in enumerate(pairwise(texts))]
+    result = run(make("bert"), tokenizer, texts, quick(steps=0), pairs=pairs, out=tmp_path / "out")
+    found = result.report["pairs"]
+    assert found["pairs"] == len(pairs)
+
+    def correlation(model):
+        cosines = []
+        for a, b, _ in pairs:
+            means = [model(**tokenizer(x, return_tensors="pt")).last_hidden_state.mean(dim=1) for x in (a, b)]
+            cosines.append(float(torch.cosine_similarity(*means)))
+        return spearmanr(cosines, [score for *_, score in pairs]).statistic
+
+    with torch.no_grad():
+        assert found["softmax"] == pytest.approx(correlation(make("bert")), abs=1e-4)
+        assert found["linear"] == pytest.approx(correlation(result.model), abs=1e-4)
+    assert "Labelled pairs" in (tmp_path / "out" / "report.md").read_text()
+    with pytest.raises(ValueError, match="three pairs"):
+        run(make("bert"), tokenizer, texts, quick(steps=0), pairs=pairs[:2])

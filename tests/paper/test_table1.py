@@ -11,7 +11,7 @@ import transformers
 from lln.linearize.config import BEST
 from lln.paper import table, table1_runs
 from lln.paper import table1 as report
-from lln.paper.table1_runs import METHODS, SIX, STEPS, FineTuning, cells, chosen_cells, reproduce_table_1, stage_steps
+from lln.paper.table1_runs import METHODS, SIX, STEPS, FineTuning, cells, chosen_cells, reproduce_table_1
 from lln.tasks import schedule
 from lln.tasks.presets import GLUE_TASKS, PRETRAINED
 
@@ -33,12 +33,12 @@ def test_the_plan():
 def test_every_method_has_the_same_number_of_steps():
     for method in METHODS:
         if method != "softmax":
-            assert sum(stage_steps(method).values()) == sum(STEPS.values())
-    assert stage_steps("lln_diag_ours") == STEPS
-    assert stage_steps("lln_ours")["join"] == 0
+            assert sum(METHODS[method].stage_steps(STEPS).values()) == sum(STEPS.values())
+    assert METHODS["lln_diag_ours"].stage_steps(STEPS) == STEPS
+    assert METHODS["lln_ours"].stage_steps(STEPS)["join"] == 0
     for method in ("elu", "lln", "lln_diag", "performer"):  # nothing to align or join
-        assert stage_steps(method)["distil"] == sum(STEPS.values())
-    assert stage_steps("hedgehog") == {"align": 60, "join": 0, "distil": 165}
+        assert METHODS[method].stage_steps(STEPS)["distil"] == sum(STEPS.values())
+    assert METHODS["hedgehog"].stage_steps(STEPS) == {"align": 60, "join": 0, "distil": 165}
 
 
 def test_the_papers_forms_leave_out_what_linearize_adds():

@@ -22,6 +22,7 @@ def add_command(app: typer.Typer) -> None:
         model: str,
         text: Path | None,
         images: Path | None,
+        pairs: Path | None,
         preset: str,
         out: Path | None,
         data_dir: Path | None,
@@ -38,16 +39,19 @@ def add_command(app: typer.Typer) -> None:
 
         if record is not None:
             check_writable(record)
-        found = run(model, out, config, text=text, images=images, data_dir=data_dir, quiet=quiet, warn=errors.print)
+        sources: dict[str, Any] = {"text": text, "images": images, "pairs": pairs, "data_dir": data_dir}
+        found = run(model, out, config, **sources, quiet=quiet, warn=errors.print)
         if record is not None:
             add_result(record, linearized_result(found.report, f"{Path(model).name}-{config.attention}"))
 
     learn = "Text to learn from: a file .txt, .jsonl or .jsonl.gz, or a folder."
+    scored = "Labelled data of an encoder, to report on: JSON lines with sentence1, sentence2 and score, as STS-B."
     folder = typer.Argument(help="Folder or hub name of the model.")
     parameters = [
         parameter("model", str, inspect.Parameter.empty, folder),
         parameter("text", Path | None, None, typer.Option(help=learn)),
         parameter("images", Path | None, None, typer.Option(help="Folder of images to learn from, for a ViT.")),
+        parameter("pairs", Path | None, None, typer.Option(help=scored)),
         *settings_parameters(LinearizeConfig),
         parameter("record", Path | None, None, typer.Option(help="Add what was kept to this result file (.jsonl).")),
     ]

@@ -50,7 +50,8 @@ def reproduce(
     target: Annotated[
         str,
         typer.Argument(
-            help="table1, table3, table5, mlm, ablation, figure1, figure8, figure10, or all but table1 and table5: all."
+            help="table1, table3, table5, linearized, mlm, ablation, figure1, figure8, figure10, or all: all but "
+            "table1, table5 and linearized."
         ),
     ],
     runs: Annotated[Path, typer.Option(help="Folder for the runs, with their checkpoints.")] = Path("runs"),
@@ -58,7 +59,11 @@ def reproduce(
     data_dir: DataDir = None,
     jobs: Annotated[int, typer.Option(help="Runs side by side; they share the cores.")] = 2,
     model: Annotated[
-        Path | None, typer.Option(help="Of table1: folder with the pretrained encoder that all methods start from.")
+        Path | None,
+        typer.Option(
+            help="Of table1: folder with the pretrained encoder that all methods start from. Of linearized: folder "
+            "that holds the models as folders minilm, stories15m and smollm2."
+        ),
     ] = None,
     method: Annotated[list[str], typer.Option(help="This method alone; may be given several times.")] = [],  # noqa: B006
     task: Annotated[list[str], typer.Option(help="This task alone; may be given several times.")] = [],  # noqa: B006
@@ -72,8 +77,13 @@ def reproduce(
 
         reproduce_table_1(model, **options)
         return
+    if target == "linearized":
+        from lln.paper.linearized_runs import reproduce_linearized
+
+        reproduce_linearized(model, **options)
+        return
     if model is not None:
-        raise ValueError(f"--model is an option of table1, not of {target}")
+        raise ValueError(f"--model is an option of table1 and linearized, not of {target}")
     from lln.paper.reproduce import reproduce as run
 
     run(target, **options)

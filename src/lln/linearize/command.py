@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrain
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.linear import Linearized, check_model, linearize
 from lln.tasks.data.folder import data_dir as find_data
+from lln.tasks.data.folder import require
+from lln.tasks.data.lines import read_jsonl
 from lln.tasks.data.text import default_source, read_documents
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
@@ -24,6 +26,7 @@ def run(
     *,
     text: Path | None = None,
     images: Path | None = None,
+    pairs: Path | None = None,
     data_dir: Path | None = None,
     quiet: bool = False,
     warn: Callable[[str], None] = print,
@@ -33,6 +36,8 @@ def run(
     check_model(network)
     is_vision = getattr(network, "main_input_name", "") == "pixel_values"
     if is_vision:
+        if pairs is not None:
+            raise ValueError(f"{model} takes images, and --pairs are of sentences; leave them out")
         if images is None:
             raise ValueError(f"{model} takes images: give a folder of them, --images FOLDER")
         processor = AutoImageProcessor.from_pretrained(model)  # type: ignore[no-untyped-call]
@@ -60,6 +65,7 @@ def run(
         tokenizer,
         documents["train"],
         held_out=documents["validation"] or None,
+        pairs=None if pairs is None else read_pairs(pairs),
         out=out,
         config=config,
         origin={"model": model, "text": source},
@@ -82,6 +88,13 @@ def read_text(source: str, split: Any, data_dir: Path | None) -> list[str]:
     if split == "train" and not found:
         raise ValueError(f"{source} holds no text")
     return found
+
+
+def read_pairs(path: Path) -> list[tuple[str, str, float]]:
+    """Pairs of sentences with scores: JSON lines with sentence1, sentence2 and score."""
+    wanted: dict[str, Any] = {"sentence1": str, "sentence2": str, "score": (int, float)}
+    rows = read_jsonl(require(path, "pairs of sentences, JSON lines"), wanted)
+    return [(row["sentence1"], row["sentence2"], float(row["score"])) for _, row in rows]
 
 
 def read_images(folder: Path, processor: Any) -> Tensor:

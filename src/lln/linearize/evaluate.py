@@ -1,7 +1,7 @@
 """What a linear model has kept of the model it was made from, on text that it has not learned from."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,10 @@ from lln.linearize.data import Batch, Source
 from lln.linearize.losses import attend
 from lln.linearize.teacher import converted_modules, make_teacher, observing
 from lln.mechanism import JoinedBranches
+from lln.terminal import Progress
 
 ABLATIONS = ("both", "far", "near", "none")
+Pairs = Sequence[tuple[str, str, float]]  # two sentences, and how alike they are
 
 
 @torch.no_grad()
@@ -51,6 +53,25 @@ def similarities(x: Tensor) -> Tensor:
     index = torch.triu_indices(len(x), len(x), offset=1)
     cosines: Tensor = (x @ x.mT)[index[0], index[1]]
     return cosines
+
+
+@torch.no_grad()
+def pair_correlation(model: PreTrainedModel, tokenizer: Any, pairs: Pairs, batch: int = 32) -> float:
+    """Spearman's correlation of the scores of pairs of sentences with the cosines of their mean embeddings."""
+    cosines = []
+    with Progress("pairs of sentences", len(pairs)) as bar:
+        for start in range(0, len(pairs), batch):
+            some = pairs[start : start + batch]
+            found = []
+            for side in (0, 1):
+                texts = [pair[side] for pair in some]
+                given = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+                hidden = model(**given, output_hidden_states=True).hidden_states[-1]
+                real = given["attention_mask"][..., None].to(hidden.dtype)
+                found.append(normalize((hidden * real).sum(dim=1) / real.sum(dim=1), dim=-1))
+            cosines.append((found[0] * found[1]).sum(dim=-1))
+            bar.advance(len(some))
+    return rank_correlation(torch.cat(cosines), torch.tensor([pair[2] for pair in pairs]))
 
 
 class Kept:

@@ -16,7 +16,7 @@ from lln.hf import convert, from_pretrained
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.cost import LENGTHS, layer_cost
 from lln.linearize.data import ImageSource, Source, TextSource, check_tokenizer
-from lln.linearize.evaluate import Kept, ablation, head_table
+from lln.linearize.evaluate import Kept, Pairs, ablation, head_table, pair_correlation
 from lln.linearize.fold import fold_projections
 from lln.linearize.report import write_report
 from lln.linearize.stages import Linearizer, train
@@ -46,6 +46,7 @@ def linearize(
     texts: Sequence[str] | Tensor,
     *,
     held_out: Sequence[str] | Tensor | None = None,
+    pairs: Pairs | None = None,
     out: str | Path | None = None,
     config: LinearizeConfig | None = None,
     origin: Mapping[str, Any] | None = None,
@@ -58,6 +59,8 @@ def linearize(
         tokenizer: that of the model; for a ViT its image processor, or None. It is saved with the result.
         texts: documents to learn from; for a ViT images as the processor makes them, (images, channels, height, width).
         held_out: documents (or images) that are only measured on; left out, a part of `texts` chosen by hash.
+        pairs: labelled data of an encoder, (sentence, sentence, score): the report says how well the cosines of both
+            models follow the scores. Nothing is learned from them.
         out: a folder for the model, its report (report.html, report.md, report.json) and, until it is finished, what
             a later call with the same arguments continues from. Left out, nothing is kept on disk.
         config: settings, see `LinearizeConfig`; left out, the preset "laptop".
@@ -84,12 +87,15 @@ def linearize(
                 tokenizer,
                 texts,
                 held_out=held_out,
+                pairs=pairs,
                 out=folder,
                 config=config,
                 origin=origin,
                 quiet=quiet,
             )
     source = make_source(model, tokenizer, texts, held_out, config)
+    if pairs is not None and (isinstance(texts, Tensor) or len(pairs) < 3):
+        raise ValueError("pairs are at least three pairs of sentences with scores, for a model that takes text")
     teacher = make_teacher(model)
     head_dim = max(module.mechanism.head_dim for module in converted_modules(teacher).values())
     student = convert(copy.deepcopy(model), config.attention, **config.all_options(head_dim))
@@ -103,6 +109,10 @@ def linearize(
         adapters = add_lora(student, config.lora_rank) if config.lora_rank else None
         work = Linearizer(student, teacher, source, config)
         report = _run(work, run, quiet=quiet)
+        if pairs is not None:
+            models = {"softmax": work.teacher, "linear": student}
+            found = {name: pair_correlation(x, tokenizer, pairs) for name, x in models.items()}
+            report["pairs"] = {"pairs": len(pairs)} | found
         if adapters is not None:
             adapters.merge_and_unload()
         report["folded"] = fold_projections(student)
@@ -230,9 +240,11 @@ def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
 
 def linearized_result(report: Mapping[str, Any], run: str) -> Result:
     """What is kept of a report in a result file: what was kept after each stage, and with which branches."""
-    about = ("kept", "ablation", "heads", "cost", "settings", "data", "origin", "folded")
+    about = ("kept", "ablation", "heads", "cost", "pairs", "settings", "data", "origin", "folded")
     rows = [{"stage": stage} | row for stage, kept in report["kept"].items() for row in kept]
     rows += [{"stage": "ablation"} | row for row in report["ablation"]]
+    if "pairs" in report:
+        rows.append({"stage": "pairs"} | report["pairs"])
     origin = {name: x for name, x in report.items() if name not in about}
     # Where folders are on a machine tells others nothing.
     words = (Path(word).name if Path(word).is_absolute() else word for word in report["command"].split())

@@ -72,6 +72,14 @@ def sections(report: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]
             list(report["ablation"]),
         ),
     ]
+    if "pairs" in report:
+        found.append(
+            (
+                "Labelled pairs of sentences",
+                "Spearman's correlation of scores with cosines of mean embeddings; nothing was learned from them.",
+                [report["pairs"]],
+            )
+        )
     if "cost" in report:
         found.append(
             (
@@ -134,7 +142,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def _origin(report: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in report.items() if name not in ("kept", "ablation", "heads", "cost")}
+    return {name: x for name, x in report.items() if name not in ("kept", "ablation", "heads", "cost", "pairs")}
 
 
 def _noise(cost: Row) -> str:

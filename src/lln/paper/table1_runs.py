@@ -15,6 +15,7 @@ from typing import Any
 
 from lln import zoo
 from lln.instruments.records import read_records
+from lln.linearize.config import LinearizeConfig
 from lln.provenance import read_json
 from lln.results import write_lines
 from lln.tasks.data.folder import data_dir as find_data
@@ -33,6 +34,26 @@ class Method:
 
     attention: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def stage_steps(self, steps: Mapping[str, int]) -> dict[str, int]:
+        """The steps of each stage, as many in all as `steps` has: what cannot be used in one goes to the last."""
+        from lln.linearize.stages import share_parameters
+
+        options = LinearizeConfig(attention=self.attention, options=self.options).all_options()
+        mechanism = zoo.build(self.attention, num_heads=2, head_dim=8, max_len=64, **options)
+        shares = {id(x) for x in share_parameters(mechanism)}
+        useful = {"align": any(id(x) not in shares for x in mechanism.parameters()), "join": bool(shares)}
+        used = {stage: count if useful.get(stage, True) else 0 for stage, count in steps.items()}
+        return used | {"distil": used["distil"] + sum(steps.values()) - sum(used.values())}
+
+    def flags(self, steps: Mapping[str, int]) -> list[str]:
+        """The flags of `lln linearize` with so many steps in all."""
+        options = [part for name, value in self.options.items() for part in ("--option", f"{name}={value}")]
+        counts = self.stage_steps(steps).items()
+        return [
+            *("--attention", self.attention, *options),
+            *(part for stage, count in counts for part in (f"--{stage}-steps", str(count))),
+        ]
 
 
 PAPER = {"form": "paper", "statistics": "live", "projection": False, "signed": False}
@@ -181,20 +202,6 @@ def check_data(waiting: Sequence[FineTuning], data: Path) -> None:
         raise ValueError(f"the data folder {data} lacks what the runs read: {'; '.join(missing)}")
 
 
-def stage_steps(method: str) -> dict[str, int]:
-    """The steps of `lln linearize`, equally many for every method: what it cannot use in one stage goes to the last."""
-    from lln.linearize.config import LinearizeConfig
-    from lln.linearize.stages import share_parameters
-
-    given = METHODS[method]
-    options = LinearizeConfig(attention=given.attention, options=given.options).all_options()
-    mechanism = zoo.build(given.attention, num_heads=2, head_dim=8, max_len=64, **options)
-    shares = {id(x) for x in share_parameters(mechanism)}
-    useful = {"align": any(id(x) not in shares for x in mechanism.parameters()), "join": bool(shares)}
-    steps = {stage: count if useful.get(stage, True) else 0 for stage, count in STEPS.items()}
-    return steps | {"distil": steps["distil"] + sum(STEPS.values()) - sum(steps.values())}
-
-
 @dataclass(frozen=True)
 class Place:
     """Where the runs of table 1 lie, and what they are."""
@@ -221,10 +228,8 @@ class Place:
 
     def linearizing(self, method: str) -> Planned:
         """Stage one of a method."""
-        given, folder = METHODS[method], self.linear(method)
-        options = [part for name, value in given.options.items() for part in ("--option", f"{name}={value}")]
-        steps = [part for stage, count in stage_steps(method).items() for part in (f"--{stage}-steps", str(count))]
-        command = ["linearize", str(self.model), "--attention", given.attention, *options, *steps, *LINEARIZE]
+        folder = self.linear(method)
+        command = ["linearize", str(self.model), *METHODS[method].flags(STEPS), *LINEARIZE]
         return Planned(
             name=folder.name,
             log=folder.with_suffix(".log"),

@@ -1,0 +1,156 @@
+"""`lln reproduce linearized`: pretrained models made linear, without labels, each by one `lln linearize`.
+
+`--model` names a folder that holds the models as folders minilm (all-MiniLM-L6-v2), stories15m and smollm2
+(SmolLM2-135M-Instruct); those that are not there are left out. All methods of a model have the same budget.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lln.paper.table1_runs import Method
+from lln.provenance import read_json
+from lln.results import add_result, check_writable
+from lln.tasks.data.folder import data_dir as find_data
+from lln.tasks.run import SUMMARY, make_folder
+from lln.tasks.schedule import Planned, run_jobs
+
+RESULT = "linearized.jsonl"
+METHODS = {
+    "lln": Method("lln"),
+    "lln_diag": Method("lln_diag"),
+    "hedgehog": Method("hedgehog"),
+    "hedgehog_window": Method("hybrid", {"far": "hedgehog"}),
+    "elu_window": Method("hybrid", {"far": "elu"}),
+}
+# What is read, and how much is learned from it, by model. Texts are in the data folder.
+MODELS: dict[str, tuple[str, ...]] = {
+    "minilm": ("--pairs", "{data}/glue/stsb/dev.jsonl"),
+    "stories15m": ("--text", "{data}/tinystories/stories.jsonl", "--length", "256"),
+    "smollm2": (
+        *("--text", "wikitext-2", "--length", "4096", "--batch-tokens", "4096", "--calibration-tokens", "8192"),
+        *("--eval-passages", "8", "--lora-rank", "16", "--distil-rate", "1e-3"),
+    ),
+}
+STEPS = {
+    "minilm": {"align": 300, "join": 60, "distil": 600},
+    "stories15m": {"align": 60, "join": 20, "distil": 100},
+    "smollm2": {"align": 60, "join": 20, "distil": 60},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model and one method; without steps it is calibrated and not trained."""
+
+    model: str
+    method: str
+    is_trained: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.method}{'' if self.is_trained else '-calibrated'}"
+
+
+RUNS = (
+    Run("minilm", "lln", is_trained=False),
+    Run("stories15m", "lln_diag"),
+    Run("minilm", "lln_diag"),
+    Run("minilm", "lln"),
+    Run("smollm2", "lln_diag"),
+    Run("stories15m", "hedgehog_window"),
+    Run("stories15m", "elu_window"),
+    Run("smollm2", "hedgehog_window"),
+    Run("smollm2", "elu_window"),
+    Run("minilm", "hedgehog"),
+)
+
+
+def reproduce_linearized(
+    models: Path | None,
+    *,
+    runs: Path,
+    results: Path,
+    data_dir: Path | None,
+    methods: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    side_by_side: int = 2,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Run what is not finished, and write what was kept to RESULTS/linearized.jsonl; `tasks` are names of models.
+
+    Raises:
+        ValueError: models or data are missing, or runs failed, which are named.
+    """
+    from lln.linearize.linear import linearized_result
+
+    if side_by_side < 1:
+        raise ValueError(f"at least one job must run at a time, got {side_by_side}")
+    if models is None or not any((models / name / "config.json").is_file() for name in MODELS):
+        raise ValueError(f"--model must name a folder that holds Hugging Face models as folders {', '.join(MODELS)}")
+    data = find_data(data_dir)
+    if data is None:
+        raise ValueError("these runs read texts and pairs of sentences: give --data-dir, or set LLN_DATA")
+    if any(seed != 0 for seed in seeds):
+        raise ValueError(f"these runs have seed 0 alone, got {', '.join(map(str, seeds))}")
+    planned = chosen_runs(models, methods, tasks)
+    make_folder(runs, "--runs")
+    make_folder(results, "--results")
+    check_writable(results / RESULT)
+
+    def plan(run: Run) -> Planned:
+        folder = runs / "linearized" / run.name
+
+        def record() -> str:
+            report = read_json(folder / "report.json", "remove the folder, and the command makes it anew")
+            add_result(results / RESULT, linearized_result(report, run.name))
+            kept = list(report["kept"].values())[-1][-1]
+            return ", ".join(f"{key} {x:.4g}" for key, x in kept.items() if isinstance(x, float))
+
+        return Planned(
+            name=run.name,
+            log=folder.with_suffix(".log"),
+            command=lambda: command(run, models, folder, data),
+            is_finished=lambda: (folder / "work" / SUMMARY).exists(),
+            record=record,
+        )
+
+    jobs = [plan(run) for run in planned]
+    make_folder(runs / "linearized", "--runs")
+    finished = [job for job in jobs if job.is_finished()]
+    for job in finished:
+        job.record()
+    say(f"linearized: {len(jobs)} runs, {len(finished)} of them finished before")
+    run_jobs([job for job in jobs if job not in finished], side_by_side=side_by_side, say=say)
+
+
+def chosen_runs(models: Path, methods: Sequence[str], tasks: Sequence[str]) -> list[Run]:
+    """The runs of some methods and models, of those that are there."""
+    for kind, given, names in (
+        ("method", methods, METHODS),
+        ("model (--task)", tasks, MODELS),
+    ):
+        for value in given:
+            if value not in names:
+                raise ValueError(f"linearized has no {kind} {value}; there are: {', '.join(names)}")
+    found = [
+        run
+        for run in RUNS
+        if (not methods or run.method in methods)
+        and (not tasks or run.model in tasks)
+        and (models / run.model / "config.json").is_file()
+    ]
+    if not found:
+        raise ValueError(f"{models} holds no model of these runs; it may hold: {', '.join(MODELS)}")
+    return found
+
+
+def command(run: Run, models: Path, folder: Path, data: Path) -> list[str]:
+    """The `lln linearize` of a run."""
+    reads = [part.format(data=data) for part in MODELS[run.model]]
+    return [
+        *("linearize", str(models / run.model), *METHODS[run.method].flags(STEPS[run.model]), *reads),
+        *(() if run.is_trained else ("--steps", "0")),
+        *("--data-dir", str(data), "--out", str(folder), "--quiet"),
+    ]
