@@ -5,7 +5,7 @@ import torch
 
 import lln
 from lln.features import HeadFeatures, balanced_basis
-from lln.neighbors import token_ranks
+from lln.neighbors import log_mass_ratio
 
 FORMS = ("paper", "unbiased", "decomposed")
 
@@ -164,15 +164,14 @@ def test_both_branches(combine):
     torch.testing.assert_close(module(query, key, value), (far + near) / 2, rtol=1e-6, atol=1e-6)
 
 
-def test_a_gate_depends_on_the_query_and_on_the_number_of_far_tokens():
+def test_a_gate_depends_on_the_query_and_on_what_is_far():
     module = make(cls=lln.LLNDiagAttention, combine="gate", share=0.2, near="window", block_size=6)
     with torch.no_grad():
         module.gate.normal_()
     query, key, value = heads()
-    tokens = query.shape[2]
-    counts = torch.tensor([min(i + 3, tokens - 1) - max(i - 2, 0) + 1 for i in range(tokens)], dtype=query.dtype)
     logit = (query * module.gate[:, None]).sum(-1, keepdim=True) + torch.log(torch.tensor(0.25))
-    share = torch.sigmoid(logit + torch.log((tokens - counts) / counts)[:, None])
+    ratio = log_mass_ratio(query, key, module.key_weight(key), near="window", block_size=6, is_causal=False)
+    share = torch.sigmoid(logit + ratio[..., None])
     near = lln.block_diagonal_attention(query, key, value, near="window", block_size=6)
     expected = share * explicit(module, query, key, value) + (1 - share) * near
     torch.testing.assert_close(module(query, key, value), expected, rtol=1e-6, atol=1e-6)
@@ -192,7 +191,7 @@ def test_a_gate_leaves_softmax_attention_where_nothing_is_far(near, is_causal):
     assert float(module.gate.grad.abs().max()) == 0.0
 
 
-def test_a_gate_counts_the_tokens_of_each_sequence_alone():
+def test_a_gate_reads_each_sequence_alone():
     """Padding and packing leave every sequence with what it gets by itself."""
     module = make(cls=lln.LLNDiagAttention, combine="gate", near="window", block_size=6)
     with torch.no_grad():
@@ -223,10 +222,9 @@ def test_a_state_gives_what_causal_attention_gives(form, dtype):
         for start, end in ((0, 11), (11, 12), (12, 37)):
             q, k, v = (x[:, :, start:end] for x in (query, key, value))
             a, b, weight = module.far_inputs(q, k)
+            ratio = module.log_mass_ratio(q, k, is_causal=True, state=state)
             far, near, state = state.branches(a, b, v, near_query=q, near_key=k, key_weight=weight)
-            ranks = token_ranks(q)
-            ranks = ranks._replace(rank=ranks.rank + start)
-            outputs.append(module.join(far, near, q, ranks, is_causal=True))
+            outputs.append(module.join(far, near, q, ratio))
         expected = module(query, key, value, is_causal=True)
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(torch.cat(outputs, dim=2).to(dtype), expected, rtol=tolerance, atol=tolerance)

@@ -61,12 +61,15 @@ class HeadFeatures(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """a (B, H, N, F), b (B, H_k, M, F) and w (B, H, M), or None for the last where the form has no weights."""
         query, key = blank(query, keep_query), blank(key, keep_key)  # NaN in padding would reach gradients of the maps
-        weight = None
-        if self.form == "decomposed":
-            by_group = torch.unflatten(self.column.to(key.dtype), 0, (self.num_key_heads, -1))  # (H_k, groups, D)
-            weight = (by_group @ key.mT).flatten(1, 2)
         a = self._features(query, self.log_alpha, "q")
-        return a, self._features(key, self.log_beta, "k"), weight
+        return a, self._features(key, self.log_beta, "k"), self.key_weight(key)
+
+    def key_weight(self, key: Tensor) -> Tensor | None:
+        """w (B, H, M) of the keys (B, H_k, M, D), or None where the form has no weights."""
+        if self.form != "decomposed":
+            return None
+        by_group = torch.unflatten(self.column.to(key.dtype), 0, (self.num_key_heads, -1))  # (H_k, groups, D)
+        return (by_group @ key.mT).flatten(1, 2)
 
     def _features(self, x: Tensor, log_scale: Tensor, side: str) -> Tensor:
         scale = log_scale.exp()[:, None, None].to(x.dtype)

@@ -1,13 +1,13 @@
 """What all attention modules on (query, key, value) have in common, and how two branches are put together."""
 
 import math
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lln.checks import check_choice
-from lln.neighbors import TokenRanks, log_far_ratio
+from lln.neighbors import Past, log_mass_ratio, packed_log_mass_ratio
 from lln.problem import Near
 from lln.state import LLNState
 
@@ -41,9 +41,9 @@ class Mechanism(nn.Module):
         """
         return query, key, None
 
-    def join(self, far: Tensor, near: Tensor, query: Tensor, ranks: TokenRanks, *, is_causal: bool) -> Tensor:
-        """The output from those of the two branches, the query (B, H, N, D) and the ranks of its tokens."""
-        return (far + near) / 2
+    def key_weight(self, key: Tensor) -> Tensor | None:
+        """Log-weights (B, H, N) that the keys (B, H_k, N, D) have for all queries alike; None: they have none."""
+        return None
 
     def log_features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
@@ -61,9 +61,10 @@ class JoinedBranches(nn.Module):
 
     - `combine="average"`: half of each, the paper's layer;
     - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks;
-    - `combine="gate"`: such a share for each query, sigmoid(g . q_i + c + ln(far tokens / near tokens)) with g and c of
-      each head, from g = 0. Far are the tokens that the query may see and that are not its neighbours: where there are
-      none, the output is that of softmax attention. At first the share is `share` where as many are far as near;
+    - `combine="gate"`: such a share for each query, sigmoid(g . q_i + c + ln(far / near)_i) with g and c of each head,
+      from g = 0. Near is the sum of softmax attention's weights before they are normalised over the neighbours, far the
+      sum of the weights that keys have for all queries alike over the other tokens that the query may see, or else
+      their number: `lln.neighbors`. Where nothing is far, the output is that of softmax attention;
     - `combine="scale"`: a learned factor for each branch, head and value feature.
 
     `share` is what LLN has at first where it is learned.
@@ -89,37 +90,61 @@ class JoinedBranches(nn.Module):
             self.far_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), share))
             self.near_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), 1 - share))
 
-    def join(self, far: Tensor, near: Tensor, query: Tensor, ranks: TokenRanks, *, is_causal: bool) -> Tensor:
-        """The output from those of the two branches, the query (B, H, N, D) and the ranks of its tokens."""
+    def join(self, far: Tensor, near: Tensor, query: Tensor, ratio: Tensor | None) -> Tensor:
+        """The output from those of the two branches, the query (B, H, N, D) and what `log_mass_ratio` gives."""
         if self.branches != "both":
             return far if self.branches == "far" else near
         if self.combine == "average":
             return (far + near) / 2
-        share = self.far_share(query.to(far.dtype), ranks, is_causal=is_causal)
+        share = self.far_share(query.to(far.dtype), ratio)
         if share is not None:
             return torch.lerp(near, far, share)
         return self.far_scale.to(far.dtype) * far + self.near_scale.to(far.dtype) * near
 
-    def far_share(
-        self, query: Tensor, ranks: TokenRanks, *, is_causal: bool, heads: list[int] | None = None
-    ) -> Tensor | None:
-        """The learned share of the far branch, (1, H, 1, 1) or (B, H, N, 1), for the query (B, H, N, D) of some heads.
+    def far_share(self, query: Tensor, ratio: Tensor | None) -> Tensor | None:
+        """The learned share of the far branch, (1, H, 1, 1) or (B, H, N, 1), for the query (B, H, N, D).
 
         None where it is a half, or where features are scaled one by one.
         """
         if self.combine not in ("ratio", "gate"):
             return None
-        chosen = slice(None) if heads is None else heads
-        logit = self.ratio_logit[chosen].to(query.dtype)[None, :, None, None]
+        logit = self.ratio_logit.to(query.dtype)[None, :, None, None]
         if self.combine == "gate":
-            ratio = self.log_far_ratio(ranks, is_causal=is_causal).to(query.dtype)
-            gate = self.gate[chosen].to(query.dtype)[..., None]
-            logit = logit + query @ gate + ratio[:, None, :, None]
+            assert ratio is not None
+            logit = logit + query @ self.gate.to(query.dtype)[..., None] + ratio.to(query.dtype)[..., None]
         return logit.sigmoid()
 
-    def log_far_ratio(self, ranks: TokenRanks, *, is_causal: bool) -> Tensor:
-        """ln(far tokens / near tokens) of each query, (B, N); -inf where all that it may see is near."""
-        return log_far_ratio(ranks, near=self.near, block_size=self.block_size, is_causal=is_causal)
+    def log_mass_ratio(
+        self,
+        query: Tensor,
+        key: Tensor,
+        keep: Tensor | None = None,
+        *,
+        is_causal: bool,
+        cu_seqlens: Tensor | None = None,
+        state: LLNState | None = None,
+    ) -> Tensor | None:
+        """ln(far / near) of each query, (B, H, N), which a gate begins with; None: the branches have no gate.
+
+        `state` is that before these tokens, and is asked before it is advanced.
+        """
+        if self.combine != "gate":
+            return None
+        options: dict[str, Any] = {"near": self.near, "block_size": self.block_size, "is_causal": is_causal}
+        weight = self.key_weight(key)
+        if cu_seqlens is not None:
+            return packed_log_mass_ratio(query, key, weight, cu_seqlens, **options)
+        if state is not None:
+            assert state.recent_key is not None
+            recent = self.key_weight(state.recent_key.to(key.dtype))
+            # The features of a key with a weight sum to that weight.
+            total = None if weight is None else state.mass.logsumexp(dim=-1)
+            options["past"] = Past(state.count, state.recent_key, recent, total)
+        return log_mass_ratio(query, key, weight, keep, **options)
+
+    if TYPE_CHECKING:
+
+        def key_weight(self, key: Tensor) -> Tensor | None: ...
 
     def share_parameters(self) -> list[nn.Parameter]:
         """What decides how the branches are put together."""

@@ -15,7 +15,6 @@ from lln.masks import read_padding, read_paddings
 from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
 from lln.matching.moments import SCOPES, Moments, Scope, measure_moments
 from lln.mechanism import Combine, JoinedBranches, Mechanism
-from lln.neighbors import token_ranks
 from lln.precision import accumulator
 from lln.problem import NEARS, Centers, Near, QueryOptions
 from lln.state import LLNState
@@ -159,6 +158,9 @@ class LLNAttention(Mechanism):
 
     def far_inputs(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return (query, key, None) if self.features is None else self._features(query, key)
+
+    def key_weight(self, key: Tensor) -> Tensor | None:
+        return None if self.features is None else self.features.key_weight(key.to(accumulator(key.dtype)))
 
     def log_features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
@@ -390,11 +392,11 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
                 near[name] = tokens.get(name)
         far = self._far(query, key, value, tokens)
         softmax = self._function("block_diagonal_attention")(query, key, value, **near)
+        if self.parallel is not None and self.combine == "gate":
+            raise ValueError('a gate needs the keys of neighbours that other processes hold; use combine="ratio"')
         keep = read_padding(tokens.get("key_padding_mask"), key)
-        ranks = (token_ranks if self.parallel is None else self.parallel.token_ranks)(
-            query, keep, tokens.get("cu_seqlens")
-        )
-        return self.join(far, softmax, query, ranks, is_causal=tokens.get("is_causal", False))
+        options = {"is_causal": tokens.get("is_causal", False), "cu_seqlens": tokens.get("cu_seqlens")}
+        return self.join(far, softmax, query, self.log_mass_ratio(query, key, keep, **options))
 
     def _near_options(self) -> dict[str, Any]:
         return {"block_size": self.block_size, "near": self.near}

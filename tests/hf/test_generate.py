@@ -27,7 +27,12 @@ KINDS = {
     "unbiased": ("lln", {"form": "unbiased"}),
     "decomposed": ("lln_diag", {"block_size": 7, "near": "window", "form": "decomposed", "statistics": "running"}),
 }
-BRIEF = ("given", "ratio", "scale", "window", "unbiased", "decomposed")
+GATE = {"combine": "gate", "block_size": 7, "statistics": "learned", "projection": True, "signed": True}
+KINDS |= {
+    "gate": ("lln_diag", GATE | {"near": "window", "form": "decomposed"}),
+    "gate of blocks": ("lln_diag", GATE | {"form": "unbiased"}),
+}
+BRIEF = ("given", "ratio", "scale", "window", "unbiased", "decomposed", "gate of blocks")
 
 
 def generate(model, inputs, tokens=15, **options):
@@ -43,9 +48,13 @@ def test_tokens_are_those_without_a_cache(family, kind, how, make, batch):
     attention, options = KINDS[kind]
     model = lln.hf.convert(make(family, "ModelForCausalLM", seed=len(how)), attention, **options)
     inputs = batch("left", tokens=13)
-    if "statistics" in options:  # for centres that are not zero
+    if options.get("statistics") == "running":  # for centres that are not zero
         model.train()(**batch())
         model.eval()
+    elif "statistics" in options:
+        for name, parameter in model.named_parameters():
+            if name.endswith(("center_q", "center_k", "column", "gate")):
+                torch.nn.init.normal_(parameter)
     with_cache = generate(model, inputs, **HOW[how])
     no_cache = {name: value for name, value in HOW[how].items() if name != "prefill_chunk_size"}
     assert torch.equal(with_cache, generate(model, inputs, use_cache=False, **no_cache))

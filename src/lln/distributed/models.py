@@ -26,7 +26,6 @@ from lln.distributed.functional import block_diagonal_attention, lln_attention, 
 from lln.distributed.merge import refuse_second_order
 from lln.distributed.ranks import Group, Ranks, find_ranks
 from lln.distributed.state import state_before
-from lln.neighbors import TokenRanks, packed_ranks, token_ranks
 from lln.nn import LLNAttention
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,20 +45,6 @@ class Parallel:
         self.lln_diag_attention = partial(lln_diag_attention, group=group)
         self.block_diagonal_attention = partial(block_diagonal_attention, group=group)
         self.state_before = partial(state_before, group=group)
-        self.token_ranks = partial(_token_ranks, find_ranks(group))
-
-
-def _token_ranks(
-    processes: Ranks, like: Tensor, keep: Tensor | None = None, cu_seqlens: Tensor | None = None
-) -> TokenRanks:
-    """As `lln.neighbors.token_ranks`, among the tokens of all processes; `cu_seqlens` is that of whole rows."""
-    own = token_ranks(like, keep)
-    count = own.total[:, 0].expand(len(like))
-    counts = processes.gather(count.to(processes.header_device(like.device))).to(like.device)
-    before = counts[: processes.rank].sum(dim=0)[:, None]
-    if cu_seqlens is not None:
-        return packed_ranks(own.rank + before, cu_seqlens.to(like.device))
-    return TokenRanks(own.rank + before, counts.sum(dim=0)[:, None])
 
 
 def parallelize(model: Model, mesh: Group | None) -> Model:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from lln.masks import kept_tokens
-from lln.neighbors import TokenRanks, token_ranks
+from lln.mechanism import JoinedBranches
 from lln.state import LLNState
 from lln.zoo import Mechanism
 
@@ -130,12 +130,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if mechanism.averages_branches:
             output, self.state = self.state.prefill(**piece, in_place=in_place)
             return output
-        query = piece.get("near_query", piece["query"])
-        ranks = token_ranks(query, piece["key_padding_mask"])
-        ranks = TokenRanks(ranks.rank + self.state.count[:, None], ranks.total)  # before the state counts these tokens
+        query, key = piece.get("near_query", piece["query"]), piece.get("near_key", piece["key"])
+        assert isinstance(mechanism, JoinedBranches)
+        ratio = mechanism.log_mass_ratio(query, key, piece["key_padding_mask"], is_causal=True, state=self.state)
         far, near, self.state = self.state.branches(**piece, in_place=in_place)
-        joined = far if near is None else mechanism.join(far, near, query, ranks, is_causal=True)
-        return joined.to(piece["value"].dtype)
+        assert near is not None
+        return mechanism.join(far, near, query, ratio).to(piece["value"].dtype)
 
     def _advance_recorded(self, mechanism: Mechanism, piece: Piece) -> Tensor:
         outputs = []

@@ -18,7 +18,6 @@ from lln.instruments.reading import Options, read, scales_of
 from lln.instruments.rows import MeanRows, Rows, SoftmaxRows
 from lln.masks import read_padding
 from lln.mechanism import JoinedBranches, Mechanism
-from lln.neighbors import token_ranks
 from lln.nn import LLNAttention
 from lln.precision import accumulator
 
@@ -97,10 +96,20 @@ class Capture:
 
 
 def take(
-    choose: Choose, query: Tensor, key: Tensor, options: Options, *, mask: Tensor | None = None, scale: float = 1.0
+    choose: Choose,
+    query: Tensor,
+    key: Tensor,
+    options: Options,
+    *,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    mechanism: nn.Module | None = None,
 ) -> Capture:
     """Copy one sample and some heads of query (B, H, N, D), key (B, H_k, M, D) and what belongs to them."""
     sample, heads = choose(query.shape[0], query.shape[1])
+    share = None
+    if isinstance(mechanism, JoinedBranches) and options.get("kind") == "lln_diag":
+        share = _far_share(mechanism, query[sample, None] * scale, key[sample, None], options, sample)
     groups = query.shape[1] // key.shape[1]
     options = options.copy()
     keep = options.get("key_padding_mask")
@@ -130,6 +139,7 @@ def take(
         key.detach()[sample, chosen_keys][None].to(dtype),
         options,
         mask,
+        None if share is None else share[heads],
     )
 
 
@@ -166,7 +176,7 @@ def from_ours(
     keep = read_padding(key_padding_mask, key)
     options = Options(key_padding_mask=keep, is_causal=is_causal)
     _add_settings(options, module, query, key)
-    return _with_share(take(choose, query, key, options), module)
+    return take(choose, query, key, options, mechanism=module)
 
 
 def _longest(query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -180,13 +190,14 @@ def _longest(query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Ten
     return query[row, None, :, part], key[row, None, :, part]
 
 
-def _with_share(capture: Capture, module: nn.Module | None) -> Capture:
-    if isinstance(module, JoinedBranches) and capture.options.get("kind") == "lln_diag":
-        ranks = token_ranks(capture.query, capture.options.get("key_padding_mask"))
-        is_causal = capture.options.get("is_causal", False)
-        share = module.far_share(capture.query, ranks, is_causal=is_causal, heads=capture.heads)
-        capture.share = None if share is None else share[0, :, :, 0].detach()
-    return capture
+@torch.no_grad()
+def _far_share(mechanism: JoinedBranches, query: Tensor, key: Tensor, options: Options, sample: int) -> Tensor | None:
+    """The share of LLN attention of one sample, (H, 1 or N), or None where it is one half."""
+    keep = options.get("key_padding_mask")
+    keep = None if keep is None else keep[sample, None]
+    ratio = mechanism.log_mass_ratio(query, key, keep, is_causal=options.get("is_causal", False))
+    share = mechanism.far_share(query, ratio)
+    return None if share is None else share[0, :, :, 0]
 
 
 def from_hugging_face(
@@ -233,7 +244,7 @@ def from_hugging_face(
             options["key_padding_mask"] = attention_mask.bool()
         if mechanism is not None:
             _add_settings(options, mechanism, query * scale, key)
-        return _with_share(take(choose, query, key, options, scale=scale), mechanism)
+        return take(choose, query, key, options, scale=scale, mechanism=mechanism)
     if not isinstance(attention_mask, Tensor):
         raise UnreadableError(f"a mask of type {type(attention_mask).__name__} cannot be read; use attention 'sdpa'")
     if kind != "softmax":

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lln.forms import token_mean
 from lln.linearize.data import Batch
 from lln.linearize.losses import attend
 from lln.linearize.teacher import Observation, observing
 from lln.masks import blank
 from lln.mechanism import JoinedBranches, Mechanism
-from lln.neighbors import token_ranks
 
 # The pull of the projection to the teacher's, in units of the mean square of the heads' outputs. Of 0.03, 0.3, 1, 4 and
 # a bias alone, 1 and 4 kept most of all-MiniLM-L6-v2 on passages of its training text that nothing was fitted to.
@@ -45,8 +45,12 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
     size, along = between.square().sum(dim=3), (between * missing).sum(dim=3)  # (B, H, N)
     offset = torch.zeros(1, 1, 1)
     if mechanism.combine == "gate":
-        ranks = token_ranks(seen.query, seen.keep)
-        offset = mechanism.log_far_ratio(ranks, is_causal=seen.is_causal)[:, None]
+        # What a query says of keys that it does not know: its score with the mean key.
+        mean = token_mean(seen.key, seen.keep).mean(dim=0) * seen.key.shape[3] ** -0.5
+        mechanism.gate.copy_(mean.repeat_interleave(mechanism.num_heads // len(mean), dim=0))
+        ratio = mechanism.log_mass_ratio(seen.query, seen.key, seen.keep, is_causal=seen.is_causal)
+        assert ratio is not None
+        offset = ratio + (seen.query @ mechanism.gate[..., None])[..., 0]
     # The error is a smooth function of one number for each head: a coarse search, then a fine one around its result.
     best = torch.zeros(mechanism.num_heads)
     largest = math.log(1 / SMALLEST_SHARE - 1)

@@ -7,7 +7,6 @@ from torch import Tensor
 from lln.checks import check_block_size, check_choice
 from lln.functional import block_diagonal_attention
 from lln.mechanism import Combine, JoinedBranches
-from lln.neighbors import token_ranks
 from lln.problem import NEARS, Near
 from lln.zoo.registry import PeerMechanism, build, register
 
@@ -55,7 +54,7 @@ class Hybrid(JoinedBranches, PeerMechanism):
         far: Tensor = self.far(query, key, value, key_padding_mask=keep, is_causal=is_causal)
         options: dict[str, Any] = {"block_size": self.block_size, "near": self.near, "is_causal": is_causal}
         near = block_diagonal_attention(query, key, value, key_padding_mask=keep, **options)
-        return self.join(far, near, query, token_ranks(query, keep), is_causal=is_causal)
+        return self.join(far, near, query, self.log_mass_ratio(query, key, keep, is_causal=is_causal))
 
     def log_features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
