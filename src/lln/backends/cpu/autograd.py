@@ -125,8 +125,8 @@ def _plain_gradients(
         inputs = apart((query, key, value, alpha, beta, key_weight))
         query, key, value, alpha, beta, key_weight = inputs
         tokens = Tokens(keep_query), Tokens(keep_key)
-        rest: Any = (is_causal, far, near, block_size, alpha, beta, matching, scope)
-        output = TorchBackend().attention(Problem(query, key, value, *tokens, *rest, form, centers, key_weight))
+        rest: Any = (is_causal, far, near, block_size, alpha, beta, matching, scope, form, centers, key_weight)
+        output = TorchBackend().attention(Problem(query, key, value, *tokens, *rest))
         wanted = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
         found = iter(torch.autograd.grad(output, wanted, grad, create_graph=create_graph))
     return tuple(next(found) if is_needed else None for is_needed in needed)
