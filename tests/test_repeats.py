@@ -134,3 +134,19 @@ def test_a_repeated_step_marks_the_state_as_changed():
     with pytest.raises(ValueError, match="the state is for"):
         state.step(*tokens(N=1)[:2], draw(2, 2, 1, 8), in_place=True)
     assert lln.LLNState.from_dict(state.to_dict())._steps is not state._steps
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("attention", [lln_attention, lln_diag_attention], ids=["lln", "lln_diag"])
+def test_repeated_calls_with_gradients(attention, options):
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    for seed, width in ((1, 16), (2, 16), (3, 32)):  # the last gradient has other strides
+        leaves = [x.requires_grad_() for x in tokens(seed=seed)]
+        gradient = draw(2, 4, 70, width, seed=seed)[..., :16]
+        found = torch.autograd.grad(attention(*leaves, **options), leaves, gradient)
+        assert len(CALLS._prepared) == 1
+        expected = torch.autograd.grad(attention(*leaves, **options, key_padding_mask=mask), leaves, gradient)
+        torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        attention(*leaves, **options)
+    assert len(CALLS._prepared) == 2

@@ -9,6 +9,7 @@ backend and any mechanism:
 - others of similar length are the samples of one padded batch, of which no sample is more than half padding.
 """
 
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -24,6 +25,10 @@ INTEGERS = (torch.int32, torch.int64)
 LONG = 128
 MASKS = ("key_padding_mask", "query_padding_mask")
 PER_TOKEN = ("alpha", "beta", "key_weight")
+NO_GRAPH = (
+    "the lengths of packed sequences (cu_seqlens) decide which calls are made, so they are no part of a graph: "
+    "compile without fullgraph=True, or pad the sequences and pass key_padding_mask"
+)
 
 
 def attend_packed(
@@ -40,14 +45,23 @@ def attend_packed(
     Raises:
         TypeError, ValueError: the sequences do not fit the tokens, or a mask is given beside them.
     """
-    output: Tensor = _attend_packed(attend, query, key, value, cu_seqlens, options)
-    return output
+    return _outside_of_graphs(attend, query, key, value, cu_seqlens, options)
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]
-    reason="the lengths of packed sequences (cu_seqlens) decide which calls are made, so they are no part of a graph: "
-    "compile without fullgraph=True, or pad the sequences and pass key_padding_mask"
-)
+def _outside_of_graphs(*arguments: Any) -> Tensor:
+    """`_attend_packed` under torch.compiler.disable, which imports the compiler: seconds, if it is not there yet."""
+    global _disabled
+    if _disabled is None and "torch._dynamo" in sys.modules:
+        _disabled = torch.compiler.disable(_attend_packed, reason=NO_GRAPH)  # type: ignore[no-untyped-call]
+    return (_disabled or _attend_packed)(*arguments)
+
+
+_disabled: Callable[..., Tensor] | None = None
+# What torch.compiler.disable marks a function with.
+_outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
+_outside_of_graphs._torchdynamo_disable_msg = NO_GRAPH  # type: ignore[attr-defined]
+
+
 def _attend_packed(
     attend: Callable[..., Tensor],
     query: Tensor,

@@ -22,22 +22,20 @@ PLAIN = (type(None), bool, int, float, str)
 def signature_of(query: Tensor, key: Tensor, value: Tensor, *others: Hashable) -> Signature | None:
     """What a call has in common with those like it; None where it may not be repeated.
 
-    Gradients, autocast, subclasses of tensors, and whatever records or transforms operations take the usual way.
+    Autocast, subclasses of tensors, and whatever records or transforms operations take the usual way.
     """
     if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
         return None
     if not (query.is_cpu and key.is_cpu and value.is_cpu):
         return None
-    is_tracked = torch.is_grad_enabled()
-    if is_tracked and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return None
+    tracked = (query.requires_grad, key.requires_grad, value.requires_grad) if torch.is_grad_enabled() else None
     if torch.is_autocast_enabled("cpu") or is_recorded():
         return None
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None
     return (
         *(query.shape, query.stride(), query.dtype, key.shape, key.stride(), key.dtype),
-        *(value.shape, value.stride(), value.dtype, is_tracked, others),
+        *(value.shape, value.stride(), value.dtype, tracked, others),
     )
 
 

@@ -43,8 +43,8 @@ class Backend(ABC):
     def prepare(self, problem: Problem) -> Prepared | None:
         """`attention` for query, key and value like those of a problem that has no other tensors but centres.
 
-        They have the same shapes, strides and dtypes, require no gradients, and nothing records or transforms the
-        operations on them. None: such calls are validated like others.
+        They have the same shapes, strides and dtypes, require gradients as those do, and nothing records or transforms
+        the operations on them. None: such calls are validated like others.
         """
         return None
 

@@ -1,7 +1,7 @@
 """C for CPUs: forward and backward in one pass over the tokens each, built with the system's compiler at first use.
 
-`binding` describes tensors to the C code (`src/`) in the structs of `layout`, `autograd` makes functions with gradients
-and torch.library ops of it, and `build` compiles and loads it.
+`binding` describes tensors to the C code (`src/`) in the structs of `layout`, `prepared` does so once for many calls,
+`autograd` makes functions with gradients and torch.library ops of it, and `build` compiles and loads it.
 """
 
 import functools
@@ -14,10 +14,11 @@ from torch import Tensor
 from lln.backends.base import Backend, Prepared, transformed_reason
 from lln.backends.cpu import binding
 from lln.backends.cpu.allocation import as_rows
-from lln.backends.cpu.autograd import attention
+from lln.backends.cpu.autograd import attention, prepare_gradients
 from lln.backends.cpu.binding import TYPES
 from lln.backends.cpu.build import BuildError, load
 from lln.backends.cpu.layout import MAX_BLOCK, MAX_WIDTH
+from lln.backends.cpu.prepared import prepare
 from lln.forms import centered
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
@@ -64,7 +65,10 @@ class CpuBackend(Backend):
         is_plain = problem.scope == "sample" and all(x is None for x in others)
         if problem.centers is not None:  # read where they are
             is_plain &= all(x.dtype is torch.float32 and x.is_contiguous() for x in problem.centers)
-        return binding.prepare(problem) if is_plain and all(as_rows(x) is x for x in tokens) else None
+        if not is_plain or not all(as_rows(x) is x for x in tokens):
+            return None
+        is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in tokens)
+        return prepare_gradients(problem) if is_tracked else prepare(problem)
 
     def why_not_advance(self, recurrence: Recurrence) -> str | None:
         if torch.compiler.is_compiling():

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from lln.backends.base import Prepared
 from lln.backends.cpu import allocation, binding
+from lln.backends.cpu.prepared import Call, prepare
 from lln.backends.torch import TorchBackend
 from lln.backends.torch.recompute import apart, is_transformed
-from lln.problem import Problem, Tokens
+from lln.problem import Centers, Problem, Tokens
 
 
 def attention(problem: Problem) -> Tensor:
@@ -31,7 +33,7 @@ def attention(problem: Problem) -> Tensor:
         if any(x is not None and x.requires_grad for x in differentiable):
             return cast(Tensor, _Attention.apply(*differentiable, problem))  # type: ignore[no-untyped-call]
     query, key, value = (allocation.as_rows(x) for x in (query, key, value))
-    return binding.prepare(replace(problem, query=query, key=key, value=value))(query, key, value)
+    return prepare(replace(problem, query=query, key=key, value=value))(query, key, value)
 
 
 class _Attention(torch.autograd.Function):
@@ -60,7 +62,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() or is_transformed(grad):
-            return (*_plain_gradients(ctx, grad), None)
+            *tensors, _, _, key_weight, center_query, center_key = ctx.saved_tensors
+            centers = None if center_query is None else (center_query, center_key)
+            needed = ctx.needs_input_grad[:6]
+            tensors.append(key_weight)
+            return (*_plain_gradients(grad, tensors, ctx.settings, ctx.options, centers, needed), None)
         *tensors, key_weight, center_query, center_key = ctx.saved_tensors
         of_scales, of_weight = ctx.needs_input_grad[3:5], ctx.needs_input_grad[5]
         near, _, _, form = ctx.options
@@ -74,23 +80,56 @@ class _Attention(torch.autograd.Function):
         return (*grads[:3], grad_alpha, grad_beta, grad_weight if of_weight else None, None)
 
 
-def _plain_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def prepare_gradients(problem: Problem) -> Prepared:
+    """Calls with gradients like that of a problem without padding, alpha, beta and weights of keys."""
+    call = Call(problem)
+    return lambda query, key, value: cast(Tensor, _Repeated.apply(query, key, value, call))  # type: ignore[no-untyped-call]
+
+
+class _Repeated(torch.autograd.Function):
+    """The same for a prepared call."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        output, kept = call.forward(query, key, value)
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, kept, *(call.centers or ()))  # centres: if they change, it is an error
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, kept, *_ = ctx.saved_tensors
+        call: Call = ctx.call
+        if not torch.is_grad_enabled() and not is_transformed(grad):
+            return (*call.backward(grad, query, key, value, kept), None)
+        tensors = [query, key, value, None, None, *call.kept(kept)[:2], None]
+        options = (call.near, call.matching, "sample", call.form)
+        needed = (*ctx.needs_input_grad[:3], False, False, False)
+        return (*_plain_gradients(grad, tensors, call.settings, options, call.centers, needed)[:3], None)
+
+
+def _plain_gradients(
+    grad: Tensor,
+    tensors: list[Any],
+    settings: tuple[bool, int, bool],
+    options: tuple[Any, ...],
+    centers: Centers | None,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
     """Gradients of the plain formula, which can be differentiated again, and batched (`is_grads_batched`)."""
-    query, key, value, keep_query, keep_key, alpha, beta, _, _, key_weight, *centers = ctx.saved_tensors
-    far, block_size, is_causal = ctx.settings
-    near, matching, scope, form = ctx.options
-    tokens = Tokens(keep_query), Tokens(keep_key)
-    given = None if centers[0] is None else (centers[0], centers[1])
+    query, key, value, keep_query, keep_key, alpha, beta, key_weight = tensors
+    far, block_size, is_causal = settings
+    near, matching, scope, form = options
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         inputs = apart((query, key, value, alpha, beta, key_weight))
         query, key, value, alpha, beta, key_weight = inputs
-        options = (is_causal, far, near, block_size, alpha, beta, matching, scope)
-        problem = Problem(query, key, value, *tokens, *options, form, given, key_weight)
-        output = TorchBackend().attention(problem)
-        wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
+        tokens = Tokens(keep_query), Tokens(keep_key)
+        rest: Any = (is_causal, far, near, block_size, alpha, beta, matching, scope, form, centers, key_weight)
+        output = TorchBackend().attention(Problem(query, key, value, *tokens, *rest))
+        wanted = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
         found = iter(torch.autograd.grad(output, wanted, grad, create_graph=create_graph))
-    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:6])
+    return tuple(next(found) if is_needed else None for is_needed in needed)
 
 
 forward_op = torch.library.custom_op("lln::fused_forward", binding.forward, mutates_args=(), device_types="cpu")

@@ -1,5 +1,5 @@
 """The fused CPU code as functions of tensors: `forward` and `backward`, which are also registered as torch.library
-custom ops, `prepare` for outputs alone, and `advance` and `prepare_step` for states.
+custom ops, and `advance` and `prepare_step` for states. `prepared` has calls that are made again.
 
 Shapes: B batch, H heads, N queries, M keys, D features, V value width.
 """
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from lln.backends.base import empty_rows
 from lln.backends.cpu import layout
 from lln.backends.cpu.allocation import allocate_gradients, allocate_results, as_rows
 from lln.backends.cpu.build import load
-from lln.backends.cpu.future import is_spoiled, without_odd_future
+from lln.backends.cpu.future import SPOILED, without_odd_future
 from lln.checks import check_choice
 from lln.matching import curves
 from lln.matching.curves import MATCHINGS, Form, Matching
@@ -122,10 +121,10 @@ def forward(
     by_means = form == "decomposed" and center_query is None
     results = allocate_results(query, value, alpha, beta, with_lln, is_causal, form, center_query)
     output, used_alpha, used_beta, mass, values = results
-    centers = _centers(form, mass, query, key, center_query, center_key)
+    centers = read_centers(form, mass, query, key, center_query, center_key)
     _run(
         load().lln_forward,
-        *(as_rows(query), as_rows(key), as_rows(value), output, _dense(keep_query), _dense(keep_key)),
+        *(as_rows(query), as_rows(key), as_rows(value), output, dense(keep_query), dense(keep_key)),
         *(used_alpha, used_beta, mass, values),
         (is_causal, block_size, with_lln, alpha is None and with_lln, beta is None and with_lln),
         curve_of(query.shape[3], matching, form).fields,
@@ -133,39 +132,9 @@ def forward(
         is_window,
         key_weight,
         0,
-        _form_layout(form, by_means, centers),
+        form_layout(form, by_means, centers),
     )
     return results
-
-
-def prepare(problem: Problem) -> Prepared:
-    """The output alone, as a function of query, key and value that lie in memory as those of the problem do."""
-    query, key, value = problem.query, problem.key, problem.value
-    keep_query, keep_key, alpha, beta, far, block_size, is_causal, matching, is_window, *rest = settings_of(problem)
-    key_weight, form, center_query, center_key = rest
-    keep_query, keep_key = _dense(keep_query), _dense(keep_key)
-    centers = () if center_query is None else _centers(form, None, query, key, center_query, center_key)
-    job = _pack(
-        *(query, key, value, empty_rows(query, value.shape[3]), keep_query, keep_key, alpha, beta, None, None),
-        (is_causal, block_size, far, alpha is None and far, beta is None and far),
-        curve_of(query.shape[3], matching, form).fields,
-        NO_GRADIENTS,
-        is_window,
-        key_weight,
-        0,
-        _form_layout(form, center_query is None, centers),
-    )
-    function, width = load().lln_forward_like, value.shape[3]
-    read = (keep_query, keep_key, alpha, beta, key_weight, centers)
-
-    def run(query: Tensor, key: Tensor, value: Tensor, _read: Any = read) -> Tensor:
-        output = empty_rows(query, width)
-        threads = 1 if _forked else torch.get_num_threads()
-        if function(job, query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), threads) != 0:
-            raise MemoryError(NO_MEMORY)
-        return output
-
-    return run
 
 
 def backward(
@@ -196,23 +165,23 @@ def backward(
     grad_query, grad_key, grad_value, grad_alpha, grad_beta, of_weight = gradients
     grad = as_rows(grad)
     by_means = form == "decomposed" and center_query is None
-    centers = _centers(form, mass, query, key, center_query, center_key)
-    _run(
+    centers = read_centers(form, mass, query, key, center_query, center_key)
+    code = _run(
         load().lln_backward,
-        *(as_rows(query), as_rows(key), as_rows(value), grad, _dense(keep_query), _dense(keep_key)),
+        *(as_rows(query), as_rows(key), as_rows(value), grad, dense(keep_query), dense(keep_key)),
         *(alpha, beta, mass, values),
         (is_causal, block_size, with_lln, False, False),
         NO_CURVE,
         (
-            *(*_layout(grad), *_layout(grad_query), *_layout(grad_key), *_layout(grad_value)),
+            *(*layout_of(grad), *layout_of(grad_query), *layout_of(grad_key), *layout_of(grad_value)),
             *((grad_alpha.data_ptr(), grad_beta.data_ptr()) if grad_scales else (0, 0)),
         ),
         is_window,
         key_weight,
         of_weight.data_ptr() if grad_weight else 0,
-        _form_layout(form, by_means, centers),
+        form_layout(form, by_means, centers),
     )
-    if is_causal and is_spoiled(grad_key, keep_key, block_size if not with_lln else 0):
+    if code == SPOILED:
         clean = without_odd_future(grad, query, key, value, alpha, beta)
         if clean is not None:
             tensors: Any = (*clean[:4], keep_query, keep_key, *clean[4:], mass, values)
@@ -233,7 +202,7 @@ def advance(recurrence: Recurrence) -> Advance:
         query=as_rows(recurrence.query),
         key=as_rows(recurrence.key),
         value=as_rows(value),
-        keep=_dense(recurrence.keep),
+        keep=dense(recurrence.keep),
         near_query=None if recurrence.near_query is None else as_rows(recurrence.near_query),
         near_key=None if recurrence.near_key is None else as_rows(recurrence.near_key),
     )
@@ -244,8 +213,7 @@ def advance(recurrence: Recurrence) -> Advance:
     if not recurrence.in_place:
         copies: list[Any] = [None if x is None else torch.empty_like(x) for x in memory]
         after = Memory(*copies)
-    if load().lln_advance(_pack_advance(recurrence, output, near, after)) != 0:
-        raise MemoryError(NO_MEMORY)
+    checked(load().lln_advance(_pack_advance(recurrence, output, near, after)))
     if recurrence.in_place:
         _note_change([x for x in memory if x is not None])
     return Advance(output, near, after)
@@ -261,9 +229,7 @@ def prepare_step(recurrence: Recurrence) -> Prepared:
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = value.new_empty(shape)
-        threads = 1 if _forked else torch.get_num_threads()
-        if function(job, query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), threads) != 0:
-            raise MemoryError(NO_MEMORY)
+        checked(function(job, query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), threads()))
         _note_change(changed)
         return output
 
@@ -280,7 +246,7 @@ def _pack_advance(recurrence: Recurrence, output: Tensor, near: Tensor | None, a
     q, k, v, o = query.stride(), key.stride(), value.stride(), output.stride()[:3]
     return ADVANCE.pack(
         *(batch, heads, key_heads, tokens, tokens, width, value_width, TYPES[value.dtype]),
-        *(1 if _forked else torch.get_num_threads(), True, block_size),
+        *(threads(), True, block_size),
         *(True, alpha is None, beta is None),
         *(query.data_ptr(), q[0], q[1], q[2], key.data_ptr(), k[0], k[1], k[2]),
         *(value.data_ptr(), v[0], v[1], v[2], output.data_ptr(), *o),
@@ -291,9 +257,9 @@ def _pack_advance(recurrence: Recurrence, output: Tensor, near: Tensor | None, a
         *curve_of(width, recurrence.matching, recurrence.form).fields,
         *NO_GRADIENTS,
         *(recurrence.near == "window", *_scale_layout(recurrence.key_weight), 0),
-        *_form_layout(recurrence.form, False, recurrence.centers or ()),
+        *form_layout(recurrence.form, False, recurrence.centers or ()),
         *(NO_TENSOR if near is None else (near.data_ptr(), *o)),
-        *(*_layout(near_query), *_layout(near_key), near_query.shape[3]),
+        *(*layout_of(near_query), *layout_of(near_key), near_query.shape[3]),
         *(TYPES[query.dtype], TYPES[output.dtype]),
         *_pointers(memory),
         *_pointers(after),
@@ -310,13 +276,22 @@ def _note_change(overwritten: list[Tensor]) -> None:
         increment_version(overwritten)
 
 
-def _run(function: Any, *arguments: Any) -> None:
-    """Call the C code; what is passed to `_pack` lives until it returns."""
-    if function(_pack(*arguments)) != 0:
+def _run(function: Any, *arguments: Any) -> int:
+    """Call the C code; what is passed to `pack` lives until it returns."""
+    return checked(function(pack(*arguments)))
+
+
+def checked(code: int) -> int:
+    if code == 1:
         raise MemoryError(NO_MEMORY)
+    return code
 
 
-def _pack(
+def threads() -> int:
+    return 1 if _forked else torch.get_num_threads()
+
+
+def pack(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -340,7 +315,7 @@ def _pack(
     q, k, v, o = query.stride(), key.stride(), value.stride(), output.stride()
     return JOB.pack(
         *(batch, heads, key_heads, queries, keys, width, value_width),
-        *(TYPES[query.dtype], 1 if _forked else torch.get_num_threads(), *options),
+        *(TYPES[query.dtype], threads(), *options),
         *(query.data_ptr(), q[0], q[1], q[2], key.data_ptr(), k[0], k[1], k[2]),
         *(value.data_ptr(), v[0], v[1], v[2], output.data_ptr(), o[0], o[1], o[2]),
         *(0 if keep_query is None else keep_query.data_ptr(), 0 if keep_key is None else keep_key.data_ptr()),
@@ -356,7 +331,7 @@ def _pack(
     )
 
 
-def _layout(x: Tensor) -> tuple[int, int, int, int]:
+def layout_of(x: Tensor) -> tuple[int, int, int, int]:
     return (x.data_ptr(), *x.stride()[:3])  # type: ignore[return-value]
 
 
@@ -373,7 +348,7 @@ def _scale_layout(scale: Tensor | None) -> tuple[int, int, int, int]:
     )
 
 
-def _centers(
+def read_centers(
     form: str,
     mass: Tensor | None,
     query: Tensor,
@@ -390,11 +365,11 @@ def _centers(
     return mass[:, :, 2], mass[:, :: query.shape[1] // key.shape[1], 3]
 
 
-def _form_layout(form: str, by_means: bool, centers: tuple[Tensor, ...]) -> tuple[int, ...]:
+def form_layout(form: str, by_means: bool, centers: tuple[Tensor, ...]) -> tuple[int, ...]:
     if not centers:
         return (FORMS[form], by_means and form == "decomposed", *NO_TENSOR, *NO_TENSOR)
     return (FORMS[form], by_means, *(field for x in centers for field in _scale_layout(x)))
 
 
-def _dense(mask: Tensor | None) -> Tensor | None:
+def dense(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous()

@@ -61,13 +61,14 @@ def open_library(path: Path) -> ctypes.CDLL:
         raise BuildError(f"the built library does not load: {error}") from error
     if (problem := layout.difference(library)) is not None:
         raise BuildError(f"the library and layout.py do not fit together: {problem}")
-    tensors = [ctypes.c_void_p] * 4
+    tensors, threads = [ctypes.c_void_p] * 4, ctypes.c_int64
     for name, further in (
         ("lln_forward", []),
         ("lln_backward", []),
         ("lln_advance", []),
-        ("lln_forward_like", [*tensors, ctypes.c_int64]),
-        ("lln_step_like", [*tensors, ctypes.c_int64]),
+        ("lln_forward_like", [*tensors, ctypes.c_void_p, threads]),
+        ("lln_backward_like", [*tensors, ctypes.c_void_p, *tensors[:3], threads]),
+        ("lln_step_like", [*tensors, threads]),
     ):
         getattr(library, name).argtypes = [ctypes.c_char_p, *further]
         getattr(library, name).restype = ctypes.c_int64

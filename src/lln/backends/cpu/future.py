@@ -1,19 +1,12 @@
 """Gradients of the past where later tokens of causal attention are not finite and have no part in the loss.
 
-The code multiplies what such tokens hold with their gradients of 0, and 0 times NaN is NaN.
+The code multiplies what such tokens hold with their gradients of 0, and 0 times NaN is NaN. It says so (`SPOILED`).
 """
 
 import torch
 from torch import Tensor
 
-
-def is_spoiled(grad_key: Tensor, keep_key: Tensor | None, block_size: int) -> bool:
-    """Whether gradients of keys are not all finite, judged by few of them.
-
-    A token that is not finite spoils those of all keys before it, in blocks and windows of those next to it.
-    """
-    step = 1 if keep_key is not None else block_size or grad_key.shape[2]
-    return not bool(grad_key[:, :, ::step].isfinite().all())
+SPOILED = 2  # what lln_backward returns then
 
 
 def without_odd_future(

@@ -111,17 +111,71 @@ static int64_t execute(Job copy, int is_backward) {
 /* All give 0, or 1 if there was no memory. */
 EXPORT int64_t lln_forward(const Job *job) { return execute(*job, 0); }
 
-EXPORT int64_t lln_backward(const Job *job) { return execute(*job, 1); }
+/* Whether gradients of keys are not all finite, judged by few of them: a token that is not finite spoils those of all
+   keys before it, in blocks and windows of those next to it. */
+static int is_spoiled(const Job *job) {
+    long step = job->keep_key ? 1 : job->with_lln ? at_least(job->keys, 1) : job->block_size, W = padded(job->width);
+    float row[MAX_WIDTH + LANES] = {0};
+    for (long i = 0; i < job->batch * job->key_heads; i++) {
+        const char *head = head_of(&job->grad_key, job->type, i / job->key_heads, i % job->key_heads);
+        for (long t = 0; t < job->keys; t += step) {
+            read_row(job->type, head + t * job->grad_key.token * bytes_of(job->type), job->width, row);
+            if (not_finite(row, W)) return 1;
+        }
+    }
+    return 0;
+}
 
-/* A job like another one, with tensors of its own. */
-EXPORT int64_t lln_forward_like(const Job *like, void *query, void *key, void *value, void *output, int64_t threads) {
+/* Also 2: gradients are there, but those of the past may be spoiled by later tokens (`future.py`). */
+EXPORT int64_t lln_backward(const Job *job) {
+    int64_t failed = execute(*job, 1);
+    return failed ? failed : job->is_causal && is_spoiled(job) ? 2 : 0;
+}
+
+/* Where a job keeps what its backward pass needs: mass, values, alpha and beta, one after the other. */
+static void keep_in(Job *job, float *kept) {
+    if (!kept || !job->with_lln) return;
+    long H = job->heads, D = job->width, heads = job->batch * H, scales = job->is_causal ? job->queries : 1;
+    if (!job->is_causal) {
+        long rows = (job->sample_centers ? 4 : 2) * D;
+        job->mass = kept;
+        job->values = kept + heads * rows;
+        kept = job->values + heads * D * job->value_width;
+        if (job->sample_centers) {
+            job->center_query = (Tensor){job->mass + 2 * D, H * rows, rows, 0};
+            job->center_key = (Tensor){job->mass + 3 * D, H * rows, H / job->key_heads * rows, 0};
+        }
+    }
+    job->alpha = (Scale){kept, H * scales, scales, job->is_causal};
+    job->beta = (Scale){kept + heads * scales, H * scales, scales, job->is_causal};
+}
+
+/* A job like another one, with tensors of its own; `kept` may be NULL. */
+EXPORT int64_t lln_forward_like(const Job *like, void *query, void *key, void *value, void *output, float *kept,
+                                int64_t threads) {
     Job job = *like;
     job.query.data = query;
     job.key.data = key;
     job.value.data = value;
     job.output.data = output;
     job.threads = threads;
+    keep_in(&job, kept);
     return execute(job, 0);
+}
+
+EXPORT int64_t lln_backward_like(const Job *like, void *query, void *key, void *value, void *grad, float *kept,
+                                 void *grad_query, void *grad_key, void *grad_value, int64_t threads) {
+    Job job = *like;
+    job.query.data = query;
+    job.key.data = key;
+    job.value.data = value;
+    job.output.data = job.grad_output.data = grad;
+    job.grad_query.data = grad_query;
+    job.grad_key.data = grad_key;
+    job.grad_value.data = grad_value;
+    job.threads = threads;
+    keep_in(&job, kept);
+    return lln_backward(&job);
 }
 
 /* The same for the next tokens of a state. */
