@@ -134,3 +134,11 @@ def test_a_repeated_step_marks_the_state_as_changed():
     with pytest.raises(ValueError, match="the state is for"):
         state.step(*tokens(N=1)[:2], draw(2, 2, 1, 8), in_place=True)
     assert lln.LLNState.from_dict(state.to_dict())._steps is not state._steps
+
+
+def test_a_compiled_call_does_not_read_the_prepared_calls(monkeypatch):
+    """torch.compile would wrap every signature, which takes seconds after some hundred calls."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(CALLS, "_prepared", None)
+    compiled = torch.compile(lln_attention, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*tokens()), lln.reference.lln_attention(*tokens()), rtol=1e-4, atol=1e-5)
