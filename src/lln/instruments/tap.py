@@ -2,8 +2,8 @@
 
 Modules get a `forward` that looks at its arguments and then calls the module's own; Hugging Face models are observed
 where they look up their attention function. Hooks would be simpler, but torch's fused encoder is not used with them,
-which rounds differently. What is looked at is copied without gradients, without random numbers, and outside autocast, so that its
-cache of cast weights is never touched and values are not rounded more than the model's own.
+which rounds differently. What is looked at is copied without gradients, without random numbers, and outside autocast,
+so that its cache of cast weights is never touched and values are not rounded more than the model's own.
 """
 
 import copy
