@@ -7,7 +7,7 @@ TRITON := .venv/.triton
 C_FILES := $(wildcard src/lln/backends/cpu/src/*.[ch] tests/sanitize/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton lint sanitize format bench clean
+.PHONY: help demo test test-all test-triton lint sanitize format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -21,7 +21,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## see moment matching, linear cost and training at work (five minutes; pictures in demo-results)
 	$(BIN)/lln demo
 
-test: $(READY)  ## run the tests
+test: $(READY)  ## run the tests, without the long sweeps
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not compiled and not slow"
+
+test-all: $(READY)  ## run the tests with the long sweeps
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not compiled"
 
 $(TRITON): $(READY)

@@ -150,3 +150,11 @@ def test_repeated_calls_with_gradients(attention, options):
     with torch.no_grad():
         attention(*leaves, **options)
     assert len(CALLS._prepared) == 2
+
+
+def test_a_compiled_call_does_not_read_the_prepared_calls(monkeypatch):
+    """torch.compile would wrap every signature, which takes seconds after some hundred calls."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(CALLS, "_prepared", None)
+    compiled = torch.compile(lln_attention, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*tokens()), lln.reference.lln_attention(*tokens()), rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import lln.hf
-from lln.hf.cache import StateLayer
+from lln.hf.state_cache import StateLayer
 
 HOW = {
     "greedy": {},

@@ -458,11 +458,11 @@ def test_hugging_face_attention_that_asks_for_more_is_not_recorded(name: str, tm
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_nothing_heard_is_said_once(tmp_path: Path) -> None:
+def test_a_model_without_attention_is_warned_of_once(tmp_path: Path) -> None:
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model("deberta-v2", **SIZES, vocab_size=90))
     with Recorder(model, tmp_path / "r.jsonl", every=2, budget=None) as recorder:
         model(torch.randint(3, 90, (1, 6)))
-        with pytest.warns(UserWarning, match="no attention of DebertaV2Model was heard"):
+        with pytest.warns(UserWarning, match="no attention of DebertaV2Model was recorded"):
             assert recorder.step() == []
         for _ in range(4):
             assert recorder.step() == []

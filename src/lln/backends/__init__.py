@@ -68,7 +68,9 @@ class Repeats:
         self._prepared: dict[Signature, tuple[str, Prepared]] = {}
 
     def find(self, signature: Signature | None) -> Prepared | None:
-        found = self._prepared.get(signature)  # type: ignore[arg-type]
+        if signature is None:  # also where torch.compile traces: it would guard on each signature of the dictionary
+            return None
+        found = self._prepared.get(signature)
         return found[1] if found is not None and disabled_reason(found[0]) is None else None
 
     def keep(self, signature: Signature, backend: Backend, prepared: Prepared) -> None:

@@ -240,8 +240,7 @@ def _check(model: Any, modules: dict[str, Any]) -> None:
     others = [
         place
         for place, module in modules.items()
-        if getattr(module, "attends_elsewhere", False)
-        or not isinstance(getattr(module, "mechanism", None), LLNAttention)
+        if getattr(module, "stays_softmax", False) or not isinstance(getattr(module, "mechanism", None), LLNAttention)
     ]
     if others:
         raise ValueError(

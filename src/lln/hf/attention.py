@@ -21,8 +21,8 @@ from transformers.masking_utils import causal_mask_function
 from lln import zoo
 from lln.checks import check_values, known
 from lln.functional import lln_attention, lln_diag_attention
-from lln.hf.cache import StateLayer, note_past_recording, state_layer
 from lln.hf.packing import PLAIN_MASKS, PackedMask, attend_rows, packed_mask, read_packing
+from lln.hf.state_cache import StateLayer, note_past_recording, state_layer
 
 BY_NAME: dict[str, Callable[..., Tensor]] = {"lln": lln_attention, "lln_diag": lln_diag_attention}
 # The name under which every other mechanism runs: transformers takes some names, such as "flash", for its own.
@@ -61,7 +61,7 @@ def register() -> None:
     note_past_recording()
     for name in (*BY_NAME, ZOO):
         AttentionInterface.register(name, partial(attend, name))
-        AttentionMaskInterface.register(name, hand_over_padding)
+        AttentionMaskInterface.register(name, make_padding_mask)
 
 
 def implementation(attention: str) -> str:
@@ -76,7 +76,7 @@ class RefusedMask:
     reason: str
 
 
-def hand_over_padding(
+def make_padding_mask(
     *,
     attention_mask: Tensor | None = None,
     mask_function: Any = causal_mask_function,
@@ -124,7 +124,7 @@ def attend(
     if isinstance(attention_mask, RefusedMask):
         raise ValueError(attention_mask.reason)
     _refuse(rest)
-    if getattr(module, "attends_elsewhere", False):  # the attention of a decoder to its encoder is left alone
+    if getattr(module, "stays_softmax", False):  # the attention of a decoder to its encoder is left alone
         if isinstance(attention_mask, PackedMask) or any(rest.get(x) is not None for x in PACKING):
             raise ValueError("a decoder cannot attend to packed sequences of its encoder; pad the sequences instead")
         if attention_mask is not None and attention_mask.dim() == 2:
@@ -143,9 +143,9 @@ def attend(
     if dropout > 0.0:  # there are no weights to drop, so value rows are dropped, for all queries of a head alike
         value = value * drop(value.new_ones(*value.shape[:3], 1), dropout)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings leave them in float32
-    layer: StateLayer | None = getattr(module, "lent_state", None)
+    layer: StateLayer | None = getattr(module, "current_state_layer", None)
     if layer is not None:
-        module.lent_state = None  # a copy of the model must not hold what it once generated
+        module.current_state_layer = None  # a copy of the model must not hold what it once generated
         if not causal:
             raise ValueError("a state goes from token to token, so is_causal=False needs use_cache=False")
         if cu_seqlens is not None:
@@ -166,12 +166,12 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def lend_state(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook on attention modules: `module.lent_state` is the state in the cache that the module is called with."""
+def set_state_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook on attention modules: sets `module.current_state_layer` to the state in the cache of the call."""
     cache = kwargs.get("past_key_values")  # the name that most models have for it
     if not isinstance(cache, Cache):
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
-    module.lent_state = None if cache is None else state_layer(cache, module.layer_idx, module.max_rollback)
+    module.current_state_layer = None if cache is None else state_layer(cache, module.layer_idx, module.max_rollback)
 
 
 def refuse_weights(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lln import zoo
 from lln.checks import check_at_least
 from lln.hf import source
-from lln.hf.attention import KNOWN, UNSUPPORTED, implementation, lend_state, refuse_weights
-from lln.hf.cache import MAX_ROLLBACK, has_state
+from lln.hf.attention import KNOWN, UNSUPPORTED, implementation, refuse_weights, set_state_layer
+from lln.hf.state_cache import MAX_ROLLBACK, has_state
 
 # Attention of transformers itself: "softmax" stands for the one that a model has by default.
 PLAIN = ("softmax", "sdpa", "eager")
@@ -65,10 +65,10 @@ def convert(
         return model
     record = zoo.describe(attention)
     _check_model(model, modules)
-    elsewhere = {name for name, module in modules.items() if _attends_elsewhere(name, module)}
+    elsewhere = {name for name, module in modules.items() if _is_cross_attention(name, module)}
     mechanisms, causal = {}, {}
     for name in [name for name in modules if name not in elsewhere]:
-        causal[name] = _decide(model, name, modules[name], record)
+        causal[name] = _check_module(model, name, modules[name], record)
         mechanisms[name] = _build(model, modules[name], attention, causal[name], max_len, options)
     if not mechanisms:
         raise ValueError(
@@ -80,13 +80,13 @@ def convert(
         )
     _clean(model, modules)
     for name, module in modules.items():
-        module.attends_elsewhere = name in elsewhere
+        module.stays_softmax = name in elsewhere
         if name in elsewhere:
             continue
         module.mechanism, module.sees_only_the_past = mechanisms[name], causal[name]
         if has_state(mechanisms[name]) and causal[name]:
             module.max_rollback = max_rollback or MAX_ROLLBACK
-            module.register_forward_pre_hook(lend_state, with_kwargs=True)
+            module.register_forward_pre_hook(set_state_layer, with_kwargs=True)
     for part in _models(model):
         part.register_forward_pre_hook(refuse_weights, with_kwargs=True)
     model.set_attn_implementation(implementation(attention))
@@ -135,7 +135,7 @@ def _check_model(model: PreTrainedModel, modules: dict[str, Any]) -> None:
         )
 
 
-def _decide(model: PreTrainedModel, name: str, module: Any, record: zoo.Record) -> bool:
+def _check_module(model: PreTrainedModel, name: str, module: Any, record: zoo.Description) -> bool:
     """Refuse at once what would be refused when the module runs. Returns whether the module is causal."""
     calls, masks = source.attention_calls(module), source.masks(_around(model, name))
     causal = _is_causal(module, calls, masks)
@@ -195,7 +195,7 @@ def _refused_mask(module: Any, calls: list[dict[str, ast.expr]], masks: source.M
 
 
 def _refused_by_mechanism(
-    module: Any, calls: list[dict[str, ast.expr]], causal: bool | None, record: zoo.Record
+    module: Any, calls: list[dict[str, ast.expr]], causal: bool | None, record: zoo.Description
 ) -> str | None:
     if causal is None:
         return "does not say whether it is causal"
@@ -288,7 +288,7 @@ def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def _attends_elsewhere(name: str, module: Any) -> bool:
+def _is_cross_attention(name: str, module: Any) -> bool:
     """Whether a module attends to another sequence than its own: by its name, or because it needs two of them."""
     needed = {x.name for x in inspect.signature(module.forward).parameters.values() if x.default is x.empty}
     flag = getattr(module, "is_cross_attention", False) or needed & OTHER_SEQUENCE
@@ -298,11 +298,13 @@ def _attends_elsewhere(name: str, module: Any) -> bool:
 def _clean(model: PreTrainedModel, modules: dict[str, Any]) -> None:
     """Take away all that an earlier conversion left."""
     for module in modules.values():
-        for attribute in ("mechanism", "attends_elsewhere", "lent_state", "sees_only_the_past", "max_rollback"):
+        for attribute in ("mechanism", "stays_softmax", "current_state_layer", "sees_only_the_past", "max_rollback"):
             if hasattr(module, attribute):
                 delattr(module, attribute)
     for module in (*_models(model), *modules.values()):
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook in (lend_state, refuse_weights)]:
+        for key in [
+            key for key, hook in module._forward_pre_hooks.items() if hook in (set_state_layer, refuse_weights)
+        ]:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
     for config in _configs(model, modules):
         for setting in ("lln_attention", "attn_implementation"):

@@ -219,7 +219,7 @@ def from_hugging_face(
     is recorded.
     """
     mechanism = getattr(module, "mechanism", None)
-    if implementation.startswith(HF_SOFTMAX) or getattr(module, "attends_elsewhere", False):
+    if implementation.startswith(HF_SOFTMAX) or getattr(module, "stays_softmax", False):
         kind, mechanism = "softmax", None
     else:
         query, key, attention_mask = _unpacked(query, key, attention_mask, rest)
@@ -230,7 +230,7 @@ def from_hugging_face(
     for name, what in HF_UNREAD.items():
         if rest.get(name) is not None:
             raise UnreadableError(f"it uses {what} ({name}), which query and key do not show")
-    state = getattr(module, "lent_state", None)
+    state = getattr(module, "current_state_layer", None)
     if state is not None and state.length > query.shape[2]:
         raise UnreadableError("it continues from a state that does not hold the keys before; use_cache=False shows all")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)

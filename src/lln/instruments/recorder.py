@@ -42,7 +42,7 @@ class Recorder:
     may take: a step that is due waits until the time spent is below it, None switches that off. The first step is
     always recorded. `path` gets JSON lines, flushed to disk with every recorded step (an existing file is continued),
     `tensorboard` is a folder for its scalars. With several processes, attach in one of them. Modules that torch.compile
-    has compiled are not heard: record the model before it is compiled.
+    has compiled are not recorded: record the model before it is compiled.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Recorder:
                 self._write(records)
                 self._turn += 1
             elif not self._tap.refused:
-                self._say_nothing_heard()
+                self._warn_of_no_attention()
             self._due = False
             self.seconds += self._tap.seconds + time.perf_counter() - start
             self._tap = None
@@ -104,11 +104,11 @@ class Recorder:
         self._prepare()
         return records
 
-    def _say_nothing_heard(self) -> None:
+    def _warn_of_no_attention(self) -> None:
         if not self._warned:
             warnings.warn(
                 f"step {self.current_step} was to be recorded, but no attention of {type(self._model).__name__} was "
-                "heard: either the model did not run, or it computes attention in a way of its own",
+                "recorded: either the model did not run, or it computes attention in a way of its own",
                 stacklevel=3,
             )
         self._warned = True

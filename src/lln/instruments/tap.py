@@ -1,9 +1,9 @@
-"""Listening to the attentions of a model while it runs, without changing a bit of what it computes.
+"""Observes the attentions of a model while it runs, without changing a bit of what it computes.
 
-Modules get a `forward` that looks at its arguments and then calls the module's own; Hugging Face models are heard where
-they look up their attention function. Hooks would be simpler, but torch's fused encoder steps aside for them and rounds
-differently. What is looked at is copied without gradients, without random numbers, and outside autocast, so that its
-cache of cast weights is never touched and values are not rounded more than the model's own.
+Modules get a `forward` that looks at its arguments and then calls the module's own; Hugging Face models are observed
+where they look up their attention function. Hooks would be simpler, but torch's fused encoder is not used with them,
+which rounds differently. What is looked at is copied without gradients, without random numbers, and outside autocast,
+so that its cache of cast weights is never touched and values are not rounded more than the model's own.
 """
 
 import copy
@@ -150,13 +150,13 @@ def _listen(names: dict[int, str], see: Callable[..., None]) -> tuple[dict[int, 
             function = find(implementation, default)
             name = getattr(function, "kind", implementation or "eager")
 
-            def heard(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 for known, observe in _listeners:
                     if id(module) in known:
                         observe(known[id(module)], from_hugging_face, name, module, *args, **kwargs)
                 return function(module, *args, **kwargs)
 
-            return heard
+            return observed
 
         functions.__dict__["get_interface"] = get_interface
     listener = (names, see)

@@ -24,6 +24,6 @@ from lln.zoo import (  # noqa: F401
 # Later than the paper's own, so that they are listed after these.
 from lln.mechanism import Mechanism
 from lln.zoo import based, delta, gla, hedgehog, hybrid, retention, t2r  # noqa: F401
-from lln.zoo.registry import PeerMechanism, Record, build, describe, names
+from lln.zoo.registry import Description, PeerMechanism, build, describe, names
 
-__all__ = ["Mechanism", "PeerMechanism", "Record", "build", "describe", "names"]
+__all__ = ["Description", "Mechanism", "PeerMechanism", "build", "describe", "names"]

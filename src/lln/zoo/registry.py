@@ -1,6 +1,6 @@
 """One interface and one registry for all mechanisms.
 
-A mechanism is a module on (query, key, value), each (B, H, tokens, D), described by a `Record`. The record is what the
+A mechanism is a module on (query, key, value), each (B, H, tokens, D), described by a `Description`, which is what the
 documentation, the command line and the error messages are made from, so it is the one place that says what a mechanism
 can do; `PeerMechanism.forward` refuses what it says cannot be done, and reads masks in the one place that reads masks.
 """
@@ -20,7 +20,7 @@ from lln.packed import attend_packed
 
 
 @dataclass(frozen=True)
-class Record:
+class Description:
     """What there is to know about a mechanism before choosing it."""
 
     name: str
@@ -47,7 +47,7 @@ class Record:
 class PeerMechanism(Mechanism):
     """Base of published mechanisms: they implement `attend` on checked input, with equally many heads everywhere."""
 
-    record: ClassVar[Record]
+    record: ClassVar[Description]
 
     def __init__(self, *, num_heads: int, head_dim: int, max_len: int | None = None) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def register(**record: Any) -> Callable[[M], M]:
     """Class decorator: describe a mechanism and enter it under its name."""
 
     def enter(mechanism: M) -> M:
-        entry = Record(**record)
+        entry = Description(**record)
         assert entry.name not in _REGISTRY, entry.name
         mechanism.record = entry
         _REGISTRY[entry.name] = mechanism
@@ -120,9 +120,9 @@ def names() -> list[str]:
     return list(_REGISTRY)
 
 
-def describe(name: str) -> Record:
+def describe(name: str) -> Description:
     """The record of a mechanism."""
-    record: Record = _lookup(name).record
+    record: Description = _lookup(name).record
     return record
 
 

@@ -1,6 +1,6 @@
 """All records as a table: the documentation and the command line show this one."""
 
-from lln.zoo.registry import Record, describe, names
+from lln.zoo.registry import Description, describe, names
 
 
 def table() -> list[dict[str, str]]:
@@ -16,7 +16,7 @@ def markdown() -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
-def _row(record: Record) -> dict[str, str]:
+def _row(record: Description) -> dict[str, str]:
     return {
         "name": f"`{record.name}`",
         "mechanism": record.title,

@@ -1,7 +1,7 @@
 """Generation with a cache that does not grow: an `LLNState` in place of each layer's keys and values.
 
 `generate()` makes a DynamicCache and gives it to the model, which gives it to every attention module. A hook on the
-module (`lln.hf.attention.lend_state`) puts a `StateLayer` in place of the cache's empty layer.
+module (`lln.hf.attention.set_state_layer`) puts a `StateLayer` in place of the cache's empty layer.
 
 Assisted decoding takes tokens back (`Cache.crop`), and says so beforehand (`Cache.activate_past_recording`). From then
 on a layer also keeps an older state and what came after it, of which it makes the state without the last tokens.
