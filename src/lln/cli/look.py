@@ -61,8 +61,9 @@ def inspect(
         inspections.append(inspection)
         if out is not None:
             instruments.write_inspection(inspection, out, stem)
-        for title, *rest in instruments.inspection_tables(inspection.records):
-            print_table(Table(title if compare is None else f"{name}: {title}", *rest), as_json=json)
+        for title, columns, rows, notes in instruments.inspection_tables(inspection.records):
+            shown = title if compare is None else f"{name}: {title}"
+            print_table(Table(shown, columns, rows, notes), as_json=json)
     if html is not None:
         write_heads_page(inspections, html)
 

@@ -1,6 +1,7 @@
 """What a page shows of one head beyond its numbers: rows of its attention, entropy by position, histogram of ln P."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def _reduce(values: Tensor) -> Tensor:
     """Means of consecutive values of (G, N), at most `POSITIONS` of them."""
     parts = min(POSITIONS, values.shape[1])
     ends = [values.shape[1] * i // parts for i in range(parts + 1)]
-    return torch.stack([values[:, start:end].mean(dim=1) for start, end in zip(ends, ends[1:], strict=False)], dim=1)
+    return torch.stack([values[:, start:end].mean(dim=1) for start, end in pairwise(ends)], dim=1)
 
 
 def _histogram(logs: Tensor) -> Tensor:

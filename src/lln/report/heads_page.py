@@ -83,8 +83,8 @@ def heads_page(inspections: Sequence[Inspection]) -> str:
 <title>{html.escape(f"Heads of {title}")}</title><link rel="icon" href="data:,"><style>
 {style}</style></head><body>
 <header><h1>{html.escape(f"Heads of {title}")}</h1>{summaries}
-<p>Rows are layers, columns are heads. Choose a head by a click or with the arrow keys; Enter goes to its details, Escape
-comes back. Colours of both models have one scale, from the 2nd to the 98th percentile.</p></header>
+<p>Rows are layers, columns are heads. Choose a head by a click or with the arrow keys; Enter goes to its details,
+Escape comes back. Colours of both models have one scale, from the 2nd to the 98th percentile.</p></header>
 <main><div id="maps">{maps}</div>
 <section id="details" aria-labelledby="chosen"><h2 id="chosen" tabindex="-1">Choose a head</h2>
 <noscript><p>The details of a head need JavaScript.</p></noscript>
@@ -128,7 +128,7 @@ def _heat_map(
     for layer, (name, row) in enumerate(zip(layers, values, strict=True)):
         cells = "".join(
             f'<td role="gridcell" tabindex="-1" data-at="{model},{layer},{number}"{_color(x, low, high)}>'
-            f"{'–' if math.isnan(x) else f'{x:.2f}'}</td>"
+            f"{'-' if math.isnan(x) else f'{x:.2f}'}</td>"
             for number, x in enumerate(row)
         )
         lines.append(f'<tr role="row"><th scope="row">{html.escape(name)}</th>{cells}</tr>')

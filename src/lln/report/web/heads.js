@@ -9,7 +9,7 @@ const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeA
 const words = (text) => { const b = bytes(text); return Array.from({ length: b.length / 2 }, (_, i) => b[2 * i] + 256 * b[2 * i + 1]); };
 const weightOf = (level) => (level === 0 ? 0 : 2 ** (((level - 1) / 254 - 1) * LOG_RANGE));
 const percent = (weight) => (weight === 0 ? "0 %" : `${Number((100 * weight).toPrecision(2))} %`);
-const shown = (value) => (value === null ? "–" : String(Number(value.toPrecision(4))));
+const shown = (value) => (value === null ? "-" : String(Number(value.toPrecision(4))));
 const element = (tag, attributes = {}, ...children) => {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
