@@ -7,7 +7,7 @@ TRITON := .venv/.triton
 C_FILES := $(wildcard src/lln/backends/cpu/src/*.[ch] tests/sanitize/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton lint sanitize format bench clean
+.PHONY: help demo test test-triton lint sanitize format bench wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -48,6 +48,9 @@ format: $(READY)  ## put the code into the format that lint asks for
 
 bench: $(READY)  ## measure time and memory against torch's softmax attention
 	$(BIN)/lln bench attention
+
+wheel: $(READY)  ## build the wheel with compiled code, and the source distribution, in dist/
+	LLN_COMPILED=1 $(BIN)/hatchling build -t wheel -t sdist
 
 clean:  ## remove what the other targets made
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-results build dist
