@@ -1,7 +1,7 @@
 """Puts the C code, compiled for each instruction set, into wheels.
 
-Needs a C compiler on Linux. Elsewhere, and where compiling fails, the wheel has the sources alone, which are compiled at
-first use; with LLN_COMPILED=1 in the environment that is an error instead.
+Needs a C compiler on Linux. Elsewhere, and where compiling fails, the wheel has the sources alone, which are compiled
+at first use; with LLN_COMPILED=1 in the environment that is an error instead.
 """
 
 import os

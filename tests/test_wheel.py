@@ -42,7 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_installed(package: Path, folder: Path) -> None:
-    """Install into an empty environment that has torch and hatchling beside it, then run without any program in PATH."""
+    """Install into an empty environment that has torch and hatchling beside it, then run without programs in PATH."""
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv/bin/python"
     [site] = (folder / "venv/lib").glob("*/site-packages")

@@ -1,4 +1,4 @@
-"""`lln demo`, `calibrate`, `zoo` and `inspect`: see LLN attention work, and look into models."""
+"""`lln demo`, `calibrate`, `zoo`, `inspect` and `doctor`: see LLN attention work, and look into models."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from lln.terminal import Progress, console, print_table
 
 
 def add_commands(app: typer.Typer) -> None:
-    for verb in (demo, inspect, zoo, calibrate):
+    for verb in (demo, inspect, zoo, calibrate, doctor):
         app.command()(verb)
 
 
@@ -66,6 +66,14 @@ def inspect(
             print_table(Table(shown, columns, rows, notes), as_json=json)
     if html is not None:
         write_heads_page(inspections, html)
+
+
+def doctor(json: Json = False) -> None:
+    """What this machine has, for bug reports: versions, threads, instruction set, backends and why not."""
+    from lln.doctor import describe
+    from lln.report.table import Table
+
+    print_table(Table("lln doctor", ["what", "value"], [list(row) for row in describe()]), as_json=json)
 
 
 def zoo(
