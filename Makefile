@@ -7,7 +7,7 @@ TRITON := .venv/.triton
 C_FILES := $(wildcard src/lln/backends/cpu/src/*.[ch] tests/sanitize/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-triton lint sanitize format bench clean
+.PHONY: help demo test test-slow test-triton lint sanitize format bench wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -24,8 +24,8 @@ demo: $(READY)  ## see moment matching, linear cost and training at work (five m
 test: $(READY)  ## run the tests, without the long sweeps
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not compiled and not slow"
 
-test-all: $(READY)  ## run the tests with the long sweeps
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not compiled"
+test-slow: $(READY)  ## run the long sweeps, and build and install wheels
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
 $(TRITON): $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[triton]'
@@ -51,6 +51,9 @@ format: $(READY)  ## put the code into the format that lint asks for
 
 bench: $(READY)  ## measure time and memory against torch's softmax attention
 	$(BIN)/lln bench attention
+
+wheel: $(READY)  ## build the wheel with compiled code, and the source distribution, in dist/
+	LLN_COMPILED=1 $(BIN)/hatchling build -t wheel -t sdist
 
 clean:  ## remove what the other targets made
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-results build dist

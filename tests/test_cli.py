@@ -180,7 +180,7 @@ def fail(error):
     ids=lambda error: type(error).__name__,
 )
 def test_errors_are_printed_as_they_are(monkeypatch, error):
-    monkeypatch.setattr(lln.instruments.inspect, "inspect", fail(error))
+    monkeypatch.setattr(lln.instruments.inspect, "read_text", fail(error))
     done = run("inspect", "roberta", "--text", "text.txt")
     assert done.exit_code == 2
     assert done.stderr == f"Error: {error}\n"

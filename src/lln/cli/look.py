@@ -1,4 +1,4 @@
-"""`lln demo`, `calibrate`, `zoo` and `inspect`: see LLN attention work, and look into models."""
+"""`lln demo`, `calibrate`, `zoo`, `inspect` and `doctor`: see LLN attention work, and look into models."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from lln.terminal import Progress, console, print_table
 
 
 def add_commands(app: typer.Typer) -> None:
-    for verb in (demo, inspect, zoo, calibrate):
+    for verb in (demo, inspect, zoo, calibrate, doctor):
         app.command()(verb)
 
 
@@ -41,15 +41,39 @@ def inspect(
     text: Annotated[Path, typer.Option(help="The text that the model reads.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the table (CSV) and heat maps (PNG).")] = None,
     tokens: Annotated[int, typer.Option(help="Read at most so many tokens.")] = 512,
+    html: Annotated[Path | None, typer.Option(help="Write a page that shows every head: one file, no network.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="A second model, beside the first: the same model made linear, say.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """What every head of a model does with a text: temperature, entropy, spectral gap and bias."""
     from lln.instruments import inspect as instruments
+    from lln.report.heads_page import write_heads_page
     from lln.report.table import Table
 
-    records = instruments.inspect(model, text, out=out, tokens=tokens)
-    for table in instruments.inspection_tables(records):
-        print_table(Table(*table), as_json=json)
+    content = instruments.read_text(text)
+    inspections = []
+    for name, stem in ((model, "inspect"), (compare, "compare")):
+        if name is None:
+            continue
+        inspection = instruments.inspect_details(name, content, tokens=tokens, with_details=html is not None)
+        inspections.append(inspection)
+        if out is not None:
+            instruments.write_inspection(inspection, out, stem)
+        for title, columns, rows, notes in instruments.inspection_tables(inspection.records):
+            shown = title if compare is None else f"{name}: {title}"
+            print_table(Table(shown, columns, rows, notes), as_json=json)
+    if html is not None:
+        write_heads_page(inspections, html)
+
+
+def doctor(json: Json = False) -> None:
+    """What this machine has, for bug reports: versions, threads, instruction set, backends and why not."""
+    from lln.doctor import describe
+    from lln.report.table import Table
+
+    print_table(Table("lln doctor", ["what", "value"], [list(row) for row in describe()]), as_json=json)
 
 
 def zoo(

@@ -3,6 +3,8 @@
 import math
 import random
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lln.instruments.capture import Capture
+from lln.instruments.details import HeadDetails, head_details, sample_queries
 from lln.instruments.heads import measure_heads
 from lln.instruments.lognormality import statistics
 from lln.instruments.records import Record, clean, write_table
@@ -31,12 +34,27 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "voca
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "longformer")
 
 
+@dataclass(frozen=True)
+class Inspection:
+    """What every head of a model does with a text: all that `lln.report.heads_page` shows of it."""
+
+    name: str
+    records: list[Record]  # one for each layer and head
+    pieces: list[str] = field(default_factory=list)  # the text, cut into the model's tokens; may be empty
+    queries: list[int] = field(default_factory=list)  # positions of the queries whose attention is in `details`
+    details: list[HeadDetails | None] = field(default_factory=list)  # of each record; empty if they were not asked for
+
+
 def inspect(model: str, text_file: str | Path, *, out: str | Path | None = None, tokens: int = 512) -> list[Record]:
     """As `inspect_model`, with the text of a file."""
+    return inspect_model(model, read_text(text_file), out=out, tokens=tokens)
+
+
+def read_text(text_file: str | Path) -> str:
     path = Path(text_file)
     if not path.is_file():
         raise ValueError(f"--text must be a text file, there is none at {path}")
-    return inspect_model(model, path.read_text(encoding="utf-8", errors="replace"), out=out, tokens=tokens)
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def inspect_model(model: str, text: str, *, out: str | Path | None = None, tokens: int = 512) -> list[Record]:
@@ -47,6 +65,14 @@ def inspect_model(model: str, text: str, *, out: str | Path | None = None, token
     each record says so: weights are drawn with seed 0, and the bytes of the text are taken for tokens. With `out` the
     folder gets `inspect.csv` and `inspect.png`.
     """
+    inspection = inspect_details(model, text, tokens=tokens, with_details=False)
+    if out is not None:
+        write_inspection(inspection, out)
+    return inspection.records
+
+
+def inspect_details(model: str, text: str, *, tokens: int = 512, with_details: bool = True) -> Inspection:
+    """As `inspect_model`, with the details that a page shows of each head."""
     if not text.strip():
         raise ValueError("the text is empty; a few hundred words show the most")
     if tokens < 2:
@@ -55,44 +81,84 @@ def inspect_model(model: str, text: str, *, out: str | Path | None = None, token
     ids = encode(network, tokenizer, text, tokens)[0]
     if ids.shape[1] < 2:
         raise ValueError(f"the text has only {ids.shape[1]} token; a few hundred words show the most")
-    network.eval()
+    pieces = text_pieces(tokenizer, text, ids[0].tolist()) if with_details else []
+    return inspect_network(
+        network, {"input_ids": ids}, name=model, pieces=pieces, notes=notes, with_details=with_details
+    )
+
+
+def inspect_network(
+    network: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    name: str,
+    pieces: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    with_details: bool = True,
+) -> Inspection:
+    """What every head of a Hugging Face model in memory does with the first sample of its inputs.
+
+    Args:
+        network: the model. It is in evaluation mode only while it runs.
+        inputs: keyword arguments of the model, as `{"input_ids": ids}` or `{"pixel_values": images}`.
+        name: what tables and pages call the model.
+        pieces: the text of each token, see `text_pieces`; without them a page shows positions.
+        notes: what to say about the model in each record.
+        with_details: keep the details that a page shows, too.
+
+    Raises:
+        ValueError: the model does not run on the inputs, or has attention that cannot be read.
+    """
+    notes = list(notes)
     main = network.get_encoder() if network.config.is_encoder_decoder else network
+    was_training = network.training
+    network.eval()
     with Tap(network, lambda batch, heads: (0, list(range(heads)))) as tap, torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* is not recorded: ")  # it is refused below, in the same words
         try:
-            main(input_ids=ids)
+            main(**inputs)
         except Exception as error:
-            raise ValueError(f"{model} cannot be run on a text: {_words(error)}") from error
+            raise ValueError(f"{name} cannot be run on a text: {_words(error)}") from error
+        finally:
+            network.train(was_training)
     for layer, reason in tap.refused.items():
-        raise ValueError(f"{model} cannot be read, {layer}: {reason}")
+        raise ValueError(f"{name} cannot be read, {layer}: {reason}")
     shared = max(tap.calls.values(), default=1)
     if shared > 1:
         notes.append(f"layers share their attention, which is called {shared} times: this is the first call")
     if not tap.captures:
-        raise ValueError(f"{model} has no attention that can be read; its class is {type(network).__name__}")
+        raise ValueError(f"{name} has no attention that can be read; its class is {type(network).__name__}")
     records = [
         {"layer": layer, "head": head, **values, "note": "; ".join(notes)}
         for layer, capture in tap.captures.items()
         for head, values in zip(capture.heads, _instruments(capture), strict=True)
     ]
-    if out is not None:
-        folder = Path(out)
-        write_table(records, folder / "inspect.csv")
-        draw_inspection(records, folder / "inspect.png", title=f"{model}: {ids.shape[1]} tokens")
-    return records
+    if not with_details:
+        return Inspection(name, records)
+    first = next(iter(tap.captures.values()))
+    queries = sample_queries(first.query.shape[2], first.key.shape[2], len(records))
+    details = [detail for capture in tap.captures.values() for detail in head_details(capture, queries)]
+    return Inspection(name, records, list(pieces), queries, details)
+
+
+def write_inspection(inspection: Inspection, folder: str | Path, stem: str = "inspect") -> None:
+    """Write the table (CSV) and the heat maps (PNG)."""
+    write_table(inspection.records, Path(folder) / f"{stem}.csv")
+    title = f"{inspection.name}: {inspection.records[0]['tokens']} tokens"
+    draw_inspection(inspection.records, Path(folder) / f"{stem}.png", title=title)
 
 
 def inspection_tables(records: list[Record]) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
     """For each instrument a table of layers and heads: its title, columns, rows and notes."""
     tables: list[tuple[str, list[str], list[list[str]], list[str]]] = []
     for column, title, unit in PANELS:
-        layers, grid = _grid(records, column)
+        layers, values = grid(records, column)
         name = f"{title} ({unit})" if unit else title
         rows = [
             [layer, *("-" if math.isnan(value) else f"{value:.2f}" for value in row)]
-            for layer, row in zip(layers, grid, strict=True)
+            for layer, row in zip(layers, values, strict=True)
         ]
-        tables.append((f"{name} of each layer and head", ["layer", *map(str, range(len(grid[0])))], rows, []))
+        tables.append((f"{name} of each layer and head", ["layer", *map(str, range(len(values[0])))], rows, []))
     first = records[0]
     notes = [f"{first['tokens']} tokens; entropy of uniform attention: {first['limit']:.2f} bits"]
     tables[-1][-1].extend(notes + ([f"Note: {first['note']}."] if first["note"] else []))
@@ -108,12 +174,12 @@ def draw_inspection(records: list[Record], path: str | Path, *, title: str) -> P
     figure = Figure(figsize=(10, 2.6), layout="constrained")
     figure.suptitle(title)
     for axes, (column, name, unit) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        layers, grid = _grid(records, column)
-        image = axes.imshow(grid, aspect="auto", cmap="viridis", origin="lower")
+        layers, values = grid(records, column)
+        image = axes.imshow(values, aspect="auto", cmap="viridis", origin="lower")
         axes.set_title(f"{name} ({unit})" if unit else name)
         axes.set_xlabel("head")
         axes.set_ylabel("layer")
-        axes.set_xticks(range(0, len(grid[0]), max(1, len(grid[0]) // 6)))
+        axes.set_xticks(range(0, len(values[0]), max(1, len(values[0]) // 6)))
         axes.set_yticks(range(0, len(layers), max(1, len(layers) // 6)))
         figure.colorbar(image, ax=axes)
     path = Path(path)
@@ -201,15 +267,32 @@ def encode(network: Any, tokenizer: Any, text: str, tokens: int) -> list[Tensor]
     return [torch.tensor([part]) for part in parts]
 
 
-def _grid(records: list[Record], column: str) -> tuple[list[str], list[list[float]]]:
+def text_pieces(tokenizer: Any, text: str, ids: Sequence[int]) -> list[str]:
+    """The text of each token: the words of the text with the spaces before them; a special token by its name."""
+    if tokenizer is None:
+        return [bytes([byte]).decode(errors="replace") for byte in text.encode()[: len(ids)]]
+    if not tokenizer.is_fast:
+        return [str(tokenizer.decode([token])) for token in ids]
+    offsets = tokenizer(text, truncation=True, max_length=len(ids), return_offsets_mapping=True)["offset_mapping"]
+    pieces, done = [], 0
+    for token, (start, end) in zip(ids, offsets, strict=True):
+        if end > start:
+            pieces.append(text[min(done, start) : end])
+            done = end
+        else:
+            pieces.append(str(tokenizer.convert_ids_to_tokens(token)))
+    return pieces
+
+
+def grid(records: list[Record], column: str) -> tuple[list[str], list[list[float]]]:
     """The layers, and the values of a column by layer and head; NaN where there is none."""
     layers = list(dict.fromkeys(record["layer"] for record in records))
     width = 1 + max(record["head"] for record in records)
-    grid = [[math.nan] * width for _ in layers]
+    values = [[math.nan] * width for _ in layers]
     for record in records:
         if record[column] is not None:
-            grid[layers.index(record["layer"])][record["head"]] = record[column]
-    return _short_names(layers), grid
+            values[layers.index(record["layer"])][record["head"]] = record[column]
+    return _short_names(layers), values
 
 
 def _short_names(layers: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Builds the fused CPU code with the system's C compiler, once, and loads it.
+"""Loads the fused CPU code: that of the wheel, or else built with the system's C compiler, once.
 
 The code (`cpu/`) does not depend on torch, so it builds in seconds and works with every version of torch. It is kept
 under the user's cache folder, which `LLN_CACHE` moves, in a file named by the source, the compiler and the flags. A
@@ -25,23 +25,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from lln.backends.cpu import layout
+from lln.backends.cpu.flavours import FLAGS, FLAVOURS
 from lln.cache import cache_folder, trusted_folder, untrusted_reason
-
-FLAGS = [
-    "-std=gnu11",
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fPIC",
-    "-pthread",
-    "-fvisibility=hidden",
-]
-# The same source for vectors of 16, 8 or 4 floats; the first flavour whose needs the CPU meets is taken.
-FLAVOURS = {
-    "avx512": (["-march=x86-64-v4", "-mprefer-vector-width=512", "-DLANES=16"], {"avx512f", "avx512vl", "avx512bw"}),
-    "avx2": (["-march=x86-64-v3", "-DLANES=8"], {"avx2", "fma", "f16c"}),
-    "portable": (["-DLANES=4"], set()),
-}
 
 
 class BuildError(RuntimeError):
@@ -50,8 +35,20 @@ class BuildError(RuntimeError):
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library for this CPU; `BuildError` if it cannot be had."""
-    return open_library(build(choose_flavour()))
+    """The library for this CPU, of the wheel if it has one, else built here; `BuildError` if it cannot be had."""
+    flavour = choose_flavour()
+    shipped = shipped_library(flavour)
+    if shipped is not None:
+        # A C library other than the one that the wheel was made for: what is built here fits.
+        with contextlib.suppress(BuildError):
+            return open_library(shipped)
+    return open_library(build(flavour))
+
+
+def shipped_library(flavour: str) -> Path | None:
+    """The library that was compiled when the wheel was made; None where the package came as sources."""
+    library = Path(__file__).parent / "compiled" / f"fused-{flavour}.so"
+    return library if library.is_file() else None
 
 
 def open_library(path: Path) -> ctypes.CDLL:

@@ -1,0 +1,29 @@
+"""`lln doctor`."""
+
+import json
+
+import torch
+from typer.testing import CliRunner
+
+import lln.doctor
+from lln.backends.cpu.build import BuildError
+from lln.cli import app
+
+
+def test_doctor_prints_versions_threads_and_backends() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    shown = dict(json.loads(done.stdout)["rows"])
+    assert shown["torch"] == torch.__version__
+    assert shown["threads of torch"] == str(torch.get_num_threads())
+    assert shown["instruction set"] in ("avx512", "avx2", "portable")
+    assert "torch: yes" in shown["backends on cpu"]
+    assert "what" in CliRunner().invoke(app, ["doctor"]).stdout
+
+
+def test_doctor_says_why_there_is_no_fused_code(monkeypatch) -> None:
+    def fail() -> None:
+        raise BuildError("no C compiler found")
+
+    monkeypatch.setattr(lln.doctor, "load", fail)
+    assert dict(lln.doctor.describe())["fused C code"] == "no, no C compiler found"
