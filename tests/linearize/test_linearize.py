@@ -318,5 +318,9 @@ def test_labelled_pairs_are_reported_for_both_models(make, tokenizer, texts, qui
         assert found["softmax"] == pytest.approx(correlation(make("bert")), abs=1e-4)
         assert found["linear"] == pytest.approx(correlation(result.model), abs=1e-4)
     assert "Labelled pairs" in (tmp_path / "out" / "report.md").read_text()
+    assert 'href="heads.html"' in (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "heads.html").read_text()
+    assert "<figcaption>softmax</figcaption>" in page
+    assert "<figcaption>linear</figcaption>" in page
     with pytest.raises(ValueError, match="three pairs"):
         run(make("bert"), tokenizer, texts, quick(steps=0), pairs=pairs[:2])

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lln.hf import convert, from_pretrained
+from lln.instruments.inspect import inspect_network
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.cost import LENGTHS, layer_cost
 from lln.linearize.data import ImageSource, Source, TextSource, check_tokenizer
@@ -22,12 +23,15 @@ from lln.linearize.report import write_report
 from lln.linearize.stages import Linearizer, train
 from lln.linearize.teacher import converted_modules, make_teacher
 from lln.provenance import read_json
+from lln.report.heads_page import write_heads_page
 from lln.results import Result
 from lln.tasks.data.folder import hashed_share
 from lln.tasks.display import Display
 from lln.tasks.run import PROVENANCE, SUMMARY, RunFolder, write_json
 from lln.tasks.saving import save_model
 
+HEADS = "heads.html"
+LONGEST_SHOWN = 256  # tokens of the passage on the page of heads: a page of a longer one would be many megabytes
 HELD_OUT = 0.05  # of the documents, chosen by a hash of their text
 WORK = "work"  # the folder inside `out` from which an interrupted run continues
 
@@ -119,6 +123,7 @@ def linearize(
         report |= {"origin": dict(origin or {}), "data": source.fingerprint(), "settings": config.settings()}
         report |= read_json(run.path / PROVENANCE, "begin anew in another folder")
         save_model(student, place, tokenizer)
+        report["heads_page"] = write_heads(model, student, tokenizer, source, place / HEADS)
         write_report(report, place)
         write_json(run.path / SUMMARY, {"finished": True})
         shutil.rmtree(run.path / "checkpoints")  # as large as the model, and not needed any more
@@ -238,9 +243,31 @@ def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
     return found
 
 
+def write_heads(
+    model: PreTrainedModel, student: PreTrainedModel, tokenizer: Any, source: Source, path: Path
+) -> str | None:
+    """Write the page of the heads of both models on the first held-out passage of up to 256 tokens.
+
+    Returns:
+        The name of the file, or None if the attention of the linear model cannot be read.
+    """
+    length = max((x for x in source.lengths if x <= LONGEST_SHOWN), default=source.lengths[0])
+    inputs = {name: x[:1] for name, x in source.held_out(length)[0].items()}
+    ids = inputs.get("input_ids")
+    pieces = () if ids is None else [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+    try:
+        shown = [
+            inspect_network(network, inputs, name=name, pieces=pieces)
+            for network, name in ((model, "softmax"), (student, "linear"))
+        ]
+    except ValueError:  # a mechanism without an attention matrix
+        return None
+    return write_heads_page(shown, path).name
+
+
 def linearized_result(report: Mapping[str, Any], run: str) -> Result:
     """What is kept of a report in a result file: what was kept after each stage, and with which branches."""
-    about = ("kept", "ablation", "heads", "cost", "pairs", "settings", "data", "origin", "folded")
+    about = ("kept", "ablation", "heads", "cost", "pairs", "heads_page", "settings", "data", "origin", "folded")
     rows = [{"stage": stage} | row for stage, kept in report["kept"].items() for row in kept]
     rows += [{"stage": "ablation"} | row for row in report["ablation"]]
     if "pairs" in report:

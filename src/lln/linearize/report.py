@@ -108,6 +108,11 @@ def page(report: dict[str, Any]) -> str:
     parts.append(
         "<h2>Heads</h2><p>Layers are rows, heads are columns; on what each layer of the softmax model sees.</p>"
     )
+    if report.get("heads_page"):
+        link = html.escape(report["heads_page"], quote=True)
+        parts.append(
+            f'<p><a href="{link}">Both models side by side, head by head</a>, each on its own activations.</p>'
+        )
     for name, title in INSTRUMENTS.items():
         values = [row[f"{name}_{when}"] for row in report["heads"] for when in ("before", "after")]
         finite = [x for x in values if math.isfinite(x)]
@@ -142,7 +147,11 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def _origin(report: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in report.items() if name not in ("kept", "ablation", "heads", "cost", "pairs")}
+    return {
+        name: x
+        for name, x in report.items()
+        if name not in ("kept", "ablation", "heads", "cost", "pairs", "heads_page")
+    }
 
 
 def _noise(cost: Row) -> str:
