@@ -3,6 +3,7 @@ import torch
 
 import lln
 import lln.zoo
+from lln.neighbors import log_mass_ratio
 
 
 def make(**options):
@@ -21,9 +22,13 @@ def test_both_branches_with_their_shares(far, is_causal):
     options = {"key_padding_mask": torch.tensor([23, 14]), "is_causal": is_causal}
     distant = lln.zoo.build(far, num_heads=2, head_dim=8)(query, key, value, **options)
     close = lln.block_diagonal_attention(query, key, value, block_size=5, near="window", **options)
-    share = torch.sigmoid((query * hybrid.gate[:, None]).sum(dim=-1, keepdim=True) + torch.log(torch.tensor(0.3 / 0.7)))
-    output = hybrid(query, key, value, **options)
-    torch.testing.assert_close(output, share * distant + (1 - share) * close, rtol=1e-5, atol=1e-5)
+    logit = (query * hybrid.gate[:, None]).sum(dim=-1, keepdim=True) + torch.log(torch.tensor(0.3 / 0.7))
+    keep = torch.arange(23) < torch.tensor([23, 14])[:, None]
+    neighbors = {"near": "window", "block_size": 5, "is_causal": is_causal}
+    share = torch.sigmoid(logit + log_mass_ratio(query, key, None, keep, **neighbors)[..., None])
+    output, expected = hybrid(query, key, value, **options), share * distant + (1 - share) * close
+    kept = keep[:, None, :, None].expand_as(output)
+    torch.testing.assert_close(output[kept], expected[kept], rtol=1e-5, atol=1e-5)
 
 
 def test_a_far_mechanism_that_does_not_exist_is_refused():
