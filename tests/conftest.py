@@ -7,6 +7,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import pytest
 import torch
 
+torch.set_default_device(os.environ.get("LLN_TEST_DEVICE"))  # before `helpers` asks which backends there are
+
 import helpers
 import lln.backends
 from lln.cache import cache_folder
@@ -15,7 +17,7 @@ from lln.cache import cache_folder
 torch.set_num_threads(1)
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if helpers.IS_INTERPRETED:
     import inspect
 
     import triton.language as tl

@@ -14,7 +14,8 @@ CAUSAL_SUM_ENTRIES = {"float32": 1024, "half": 2048}
 # Causal kernels hold more of a token in registers: wider heads would spill.
 WIDEST_CAUSAL = 64
 # Tokens of a split, of which each has a summary; with more tokens than this times LARGEST_SPLITS splits are larger.
-SPLIT_TOKENS, LARGEST_SPLITS = 1024, 16
+# Summaries of shorter ones would take more than a tenth of the bytes of float16 tokens (`lln bench kernels`).
+SPLIT_TOKENS, LARGEST_SPLITS = 1664, 16
 # Tokens that a program of the recall goes through.
 RECALL_TOKENS = 256
 # A multiple of all tiles, so that splits end where tiles end.
