@@ -7,8 +7,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import pytest
 import torch
 
-torch.set_default_device(os.environ.get("LLN_TEST_DEVICE"))  # before `helpers` asks which backends there are
-
 import helpers
 import lln.backends
 from lln.cache import cache_folder

@@ -1,4 +1,4 @@
-"""Kernels run on a GPU if there is one, or in Triton's interpreter on CPU tensors; what they fill is full of NaN before."""
+"""Kernels run on a GPU if there is one, or in Triton's interpreter; what they are to fill is full of NaN before."""
 
 import pytest
 import torch
