@@ -15,7 +15,7 @@ from lln.cache import cache_folder
 torch.set_num_threads(1)
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if helpers.IS_INTERPRETED:
     import inspect
 
     import triton.language as tl

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +12,11 @@ import lln
 import lln.backends
 from lln import LLNState, reference
 from lln.problem import Problem
+
+# A GPU if there is one, for the tests of tests/gpu; LLN_TEST_DEVICE=cuda runs all others there, too.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else None
+torch.set_default_device(os.environ.get("LLN_TEST_DEVICE"))
 
 
 def reason_against(name, dtype=torch.float32):

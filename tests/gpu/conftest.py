@@ -1,17 +1,26 @@
-"""Kernels run in Triton's interpreter on CPU tensors, with all that they are to fill full of NaN."""
-
-import os
+"""Kernels run on a GPU if there is one, or in Triton's interpreter; what they are to fill is full of NaN before."""
 
 import pytest
 import torch
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+import helpers
+
+CAN_RUN = helpers.IS_INTERPRETED or helpers.GPU is not None
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "tests/gpu" in str(item.path) and "compiled" not in item.keywords and not IS_INTERPRETED:
-            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 and triton, see make test-triton"))
+        if "tests/gpu" in str(item.path) and "compiled" not in item.keywords and not CAN_RUN:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, or triton and TRITON_INTERPRET=1: make test-triton"))
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    """Tensors of the tests are made on the GPU if there is one."""
+    before = torch.get_default_device()
+    torch.set_default_device(helpers.GPU or before)
+    yield
+    torch.set_default_device(before)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def _compare_at(
         try:
             candidates.OwnInputs(name, setting, backward)(SMALL).run()
             calls[name] = candidates.make_call(name, setting, inputs, backward=backward)
-        except (CannotRunError, RuntimeError, ValueError) as error:
+        except (CannotRunError, RuntimeError, ValueError, DeprecationWarning) as error:  # the last: fla raises it
             skipped[name] = {"skipped": f"cannot run: {error}"}
     timings = time_in_turns({name: call.run for name, call in calls.items()}, seconds=seconds) if calls else {}
     first = timings.get(mechanisms[0])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +90,8 @@ def quadratic(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    if name not in MECHANISMS and name not in names():
-        known = dict.fromkeys((*MECHANISMS, *names()))
+    known = dict.fromkeys((*MECHANISMS, *GPU_MECHANISMS, *names()))
+    if name not in known:
         raise ValueError(f"no candidate is called {name!r}; there are: {', '.join(known)}")
 
 
@@ -142,7 +143,8 @@ def _attention(name: str, setting: Setting, tokens: int) -> Callable[..., Tensor
     if name == "lln_torch":
         return partial(_plain_lln, is_causal=causal)
     if name == "lln_compiled":
-        return torch.compile(partial(_plain_lln, is_causal=causal))
+        torch.compiler.reset()  # each length is compiled by itself, and after eight of them it would give up
+        return partial(_compiled_lln, torch.compile(lln_attention, dynamic=False), is_causal=causal)
     if name == "fla":
         return _fla(setting)
     if name == "floor":
@@ -177,18 +179,31 @@ def _plain_lln(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) ->
         return lln_attention(query, key, value, is_causal=is_causal)
 
 
+def _compiled_lln(
+    compiled: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **options: bool
+) -> Tensor:
+    with plain_torch():  # outside of what is compiled, which would break its graph here
+        return compiled(query, key, value, **options)
+
+
 def _fla(setting: Setting) -> Callable[..., Tensor]:
-    """linear_attn of flash-linear-attention, which has tokens before heads and is causal."""
+    """linear_attn of flash-linear-attention, which has tokens before heads (B, N, H, D), is normalised and causal.
+
+    Its queries and keys are those of all: a feature map, which it has none of, would come on top.
+    """
     try:
         from fla.ops.linear_attn import chunk_linear_attn  # type: ignore[import-not-found]
     except ImportError as error:
         raise CannotRunError("flash-linear-attention is not installed") from error
+    head_first = signature(chunk_linear_attn).parameters.get("head_first")
+    if head_first is not None and head_first.default:
+        raise CannotRunError("this flash-linear-attention has heads before tokens; install a newer one")
     if not setting.causal:
         raise CannotRunError("it is causal only; compare with --causal")
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        output: Tensor = chunk_linear_attn(query, key, value)[0]
+        output: Tensor = chunk_linear_attn(query, key, value, normalize=True)[0]
         return output.transpose(1, 2)
 
     return attend
@@ -242,7 +257,8 @@ def _nystrom_package(setting: Setting) -> Callable[..., Tensor]:
 
 def _package(name: str, setting: Setting) -> str | None:
     """The package whose code is taken for a name, if any."""
-    package = {"performer": "performer-pytorch", "nystrom": "nystrom-attention"}.get(name)
+    packages = {"performer": "performer-pytorch", "nystrom": "nystrom-attention", "fla": "flash-linear-attention"}
+    package = packages.get(name)
     if package is None or (name == "nystrom" and setting.dtype not in ("float32", "float64")):
         return None  # nystrom-attention has a float32 identity matrix inside
     try:

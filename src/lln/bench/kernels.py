@@ -1,30 +1,36 @@
 """`lln bench kernels`: the Triton kernels compiled for real GPUs, and the least time they could take. None is timed.
 
-The calls of one forward and backward pass are recorded on tensors without memory, then each kernel is compiled as it
-would be there. The bound of a call is the larger of the time that its bytes take at the bandwidth of the memory and the
-time that its products take on the tensor cores. Every tensor counts once for each kernel that has it. Sums that kernels
-hand to each other stay in the L2 cache if those of a call fit into half of it, and then do not count; `strict` counts
-them.
+Calls are recorded on tensors without memory (`kernel_calls`), then each kernel is compiled as it would be for them. The
+bound of a call is the larger of the time that its bytes take at the bandwidth of the memory and the time that its
+products take on the tensor cores. Every tensor counts once for each kernel that has it, and once more for each program
+that reads the same rows again; sums that kernels hand to each other count too, although they would stay in the cache.
 """
 
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lln.bench.candidates import DTYPES
+from lln.bench.kernel_calls import all_calls, record_calls
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LAYERS = 12  # of RoBERTa-base, as in table 2
 TYPES = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float64": "*fp64", "uint8": "*u8"}
 TYPES |= {"int32": "*i32", "int64": "*i64"}
+# Head and value widths that are compiled: each power of two, one that is padded, and values in blocks.
+WIDTHS = ((16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (256, 256), (64, 256))
+# What all programs along the second axis of a grid read, each for its own columns of the sums.
+READ_AGAIN = {"moments_kernel": ("x",), "summarize_kernel": ("key",), "causal_kernel": ("query", "key")}
+READ_AGAIN |= {"queries_backward_kernel": ("query",)}
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,6 @@ class Gpu:
     capability: int
     bandwidth: float
     operations: float
-    cache: float
     shared_block: int  # shared memory of a program
     shared: int  # of a multiprocessor
     warps: int = 64
@@ -43,8 +48,8 @@ class Gpu:
 
 
 GPUS = {
-    "sm_80": Gpu("A100 40 GB", 80, 1.555e12, 156e12, 40e6, 163 << 10, 164 << 10),
-    "sm_90": Gpu("H100 SXM", 90, 3.35e12, 494.7e12, 50e6, 227 << 10, 228 << 10),
+    "sm_80": Gpu("A100 40 GB", 80, 1.555e12, 156e12, 163 << 10, 164 << 10),
+    "sm_90": Gpu("H100 SXM", 90, 3.35e12, 494.7e12, 227 << 10, 228 << 10),
 }
 
 
@@ -52,65 +57,65 @@ GPUS = {
 class Compiled:
     """What the compiler says of a kernel."""
 
-    kernel: str
+    variant: "Variant"
     arch: str
-    tile: int
-    warps: int
-    stages: int
     registers: int
     stack: int  # bytes of a thread that did not fit into registers
     shared: int
 
     @property
     def problem(self) -> str | None:
+        x = self.variant
+        name = f"{x.kernel} ({x.dtype}, widths {x.widths[0]} and {x.widths[1]}, {x.stages} stages) on {self.arch}"
         if self.stack > 0:
-            return f"{self.kernel} spills {self.stack} bytes a thread on {self.arch} with {self.stages} stages"
+            return f"{name} spills {self.stack} bytes a thread"
         if self.shared > GPUS[self.arch].shared_block:
-            return f"{self.kernel} takes {self.shared} bytes of shared memory on {self.arch}"
+            return f"{name} takes {self.shared} bytes of shared memory"
         return None
 
     @property
     def occupancy(self) -> float:
         """The share of a multiprocessor's warps that can be there at a time."""
         gpu = GPUS[self.arch]
-        by_registers = gpu.registers // (max(self.registers, 1) * 32 * self.warps)
+        warps = self.variant.warps
+        by_registers = gpu.registers // (max(self.registers, 1) * 32 * warps)
         by_shared = gpu.shared // (self.shared + 1024)
-        return min(by_registers, by_shared, gpu.warps // self.warps) * self.warps / gpu.warps
+        return min(by_registers, by_shared, gpu.warps // warps) * warps / gpu.warps
 
 
-def record_calls(
-    tokens: int, *, dtype: str, head_dim: int = 64, heads: int = 12, is_causal: bool = False, near: bool = True
-) -> dict[str, list[Any]]:
-    """The calls of kernels that LLN attention and softmax among neighbours make: forward and backward."""
-    from lln.backends.triton import backward, forward, tuning
-    from lln.backends.triton.arguments import FarInputs
-    from lln.backends.triton.near import near_backward, near_forward
+class Variant(NamedTuple):
+    """A kernel as it is compiled for some calls: the types of its arguments, and those that are constants."""
 
-    found: dict[str, list[Any]] = {}
-    q, k, v = (torch.empty(1, heads, tokens, head_dim, dtype=DTYPES[dtype], device="meta") for _ in range(3))
-    inputs = FarInputs(q, k, v, *[None] * 7)
-    with tuning.recording() as calls:
-        far = forward.far_forward(inputs, "variance", "paper", is_causal=is_causal)
-    found["LLN forward"] = calls
-    with tuning.recording() as calls:
-        wanted = backward.Wanted(False, False, False)
-        used = inputs.with_scales(far[1], far[2])
-        gradient = torch.empty_like(far[0])
-        backward.far_backward(gradient, used, far[0], *far[3:], "paper", wanted, is_causal=is_causal)
-    found["LLN backward"] = calls
-    if near:
-        options: dict[str, bool] = {"is_window": False, "is_causal": is_causal}
-        with tuning.recording() as calls:
-            output, logs = near_forward(q, k, v, None, 64, **options)
-        found["blocks forward"] = calls
-        with tuning.recording() as calls:
-            near_backward(gradient, q, k, v, None, output, logs, 64, **options)
-        found["blocks backward"] = calls
-    return found
+    kernel: str
+    dtype: str
+    widths: tuple[int, int]
+    arguments: tuple[tuple[str, str | bool | int | float | None, bool], ...]  # type, constant, a multiple of 16
+    tile: int
+    warps: int
+    stages: int
 
 
-def compile_call(call: Any, arch: str, stages: int | None = None) -> Compiled:
-    """Compile a kernel as it would be for this call."""
+def variants_of(call: Any) -> Iterator[Variant]:
+    """What is compiled for a call: one variant for each number of stages."""
+    from lln.backends.triton.configs import stages_of
+    from lln.backends.triton.tuning import kernels
+
+    config, given = call.config(), call.arguments | call.tiles()
+    arguments = []
+    for parameter in kernels()[call.kernel].params:
+        x = given[parameter.name]
+        if parameter.is_constexpr or (isinstance(x, int) and x == 1):
+            arguments.append(("constexpr", x, False))
+        elif isinstance(x, Tensor):
+            arguments.append((TYPES[str(x.dtype).removeprefix("torch.")], None, True))
+        else:
+            arguments.append(("fp32", None, False) if isinstance(x, float) else ("i32", None, x % 16 == 0))
+    dtype = str(call.dtype).removeprefix("torch.")
+    for stages in dict.fromkeys(stages_of(call.kernel, config)):
+        yield Variant(call.kernel, dtype, call.widths, tuple(arguments), config.tile, config.warps, stages)
+
+
+def compile_variant(variant: Variant, arch: str) -> Compiled:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
     from triton.backends.compiler import GPUTarget
@@ -118,27 +123,19 @@ def compile_call(call: Any, arch: str, stages: int | None = None) -> Compiled:
 
     from lln.backends.triton.tuning import kernels
 
-    function, config = kernels()[call.kernel], call.config()
-    given = call.arguments | call.tiles()
-    signature, constants, attributes = {}, {}, {}
-    for place, parameter in enumerate(function.params):
-        x = given[parameter.name]
-        kind = "constexpr"
-        if parameter.is_constexpr or (isinstance(x, int) and x == 1):
-            constants[(place,)] = x
-        elif isinstance(x, Tensor):
-            kind = TYPES[str(x.dtype).removeprefix("torch.")]
-        else:
-            kind = "fp32" if isinstance(x, float) else "i32"
-        if isinstance(x, Tensor) or (kind == "i32" and x % 16 == 0):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-        signature[parameter.name] = kind
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    stages = stages or config.stages
-    target = GPUTarget("cuda", GPUS[arch].capability, 32)
-    done = triton.compile(source, target=target, options={"num_warps": config.warps, "num_stages": stages})
-    registers, stack = _usage(done.asm["cubin"])
-    return Compiled(call.kernel, arch, config.tile, config.warps, stages, registers, stack, done.metadata.shared)
+    function = kernels()[variant.kernel]
+    arguments = list(zip(function.params, variant.arguments, strict=True))
+    source = ASTSource(
+        fn=function,
+        signature={parameter.name: kind for parameter, (kind, _, _) in arguments},
+        constexprs={(place,): x for place, (_, (kind, x, _)) in enumerate(arguments) if kind == "constexpr"},
+        attrs={
+            (place,): [["tt.divisibility", 16]] for place, (_, (_, _, is_aligned)) in enumerate(arguments) if is_aligned
+        },
+    )
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    done = triton.compile(source, target=GPUTarget("cuda", GPUS[arch].capability, 32), options=options)
+    return Compiled(variant, arch, *_usage(done.asm["cubin"]), done.metadata.shared)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -156,11 +153,14 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def bytes_of(call: Any, tokens: Sequence[tuple[int, ...]]) -> tuple[int, int]:
-    """Bytes of the tensors of a call: those with the shape of queries, keys or values, and all others."""
-    seen = {id(x): x for x in call.arguments.values() if isinstance(x, Tensor)}.values()
-    sizes = [(x.numel() * x.element_size(), tuple(x.shape) in tokens) for x in seen]
-    return sum(n for n, is_token in sizes if is_token), sum(n for n, is_token in sizes if not is_token)
+def bytes_of(call: Any) -> int:
+    """Bytes that the programs of a call read and write, each tensor once, or as often as some of them read it."""
+    times: dict[int, float] = {id(call.arguments[name]): call.grid[1] for name in READ_AGAIN.get(call.kernel, ())}
+    for name, x in call.arguments.items():
+        if name.endswith("squares"):  # half of a symmetric matrix, see `kernels.moments.is_stored`
+            times[id(x)] = (1 + 8 / x.shape[-1]) / 2
+    seen = {id(x): x for x in call.arguments.values() if isinstance(x, Tensor)}
+    return round(sum(x.numel() * x.element_size() * times.get(place, 1) for place, x in seen.items()))
 
 
 def operations_of(call: Any, tokens: int, heads: int) -> float:
@@ -192,45 +192,45 @@ def operations_of(call: Any, tokens: int, heads: int) -> float:
 class Bound:
     """What a pass needs at least."""
 
-    token_bytes: int
-    other_bytes: int
+    bytes: int
     operations: float
     seconds: float
-    strict_seconds: float  # with the sums between kernels in the memory, too
     once_seconds: float  # of reading queries, keys and values and writing the output, once each
 
 
 def bound_of(calls: Sequence[Any], gpu: Gpu, *, tokens: int, heads: int, head_dim: int, dtype: str) -> Bound:
-    shape = (1, heads, tokens, head_dim)
-    sizes = [bytes_of(call, [shape]) for call in calls]
-    work = [operations_of(call, tokens, heads) for call in calls]
+    sizes, work = [bytes_of(call) for call in calls], [operations_of(call, tokens, heads) for call in calls]
     rate = gpu.operations / (3 if dtype == "float32" else 1)
-    fits = max(other for _, other in sizes) <= gpu.cache / 2
-    products = [x / rate for x in work]
-    times = [
-        max((own + (0 if fits else other)) / gpu.bandwidth, product)
-        for (own, other), product in zip(sizes, products, strict=True)
-    ]
-    strict = [max(sum(size) / gpu.bandwidth, product) for size, product in zip(sizes, products, strict=True)]
+    times = [max(size / gpu.bandwidth, each / rate) for size, each in zip(sizes, work, strict=True)]
     once = 4 * tokens * heads * head_dim * DTYPES[dtype].itemsize / gpu.bandwidth
-    totals = sum(own for own, _ in sizes), sum(other for _, other in sizes)
-    return Bound(*totals, sum(work), sum(times), sum(strict), once)
+    return Bound(sum(sizes), sum(work), sum(times), once)
 
 
-def compile_all(archs: Sequence[str], *, dtype: str, head_dim: int, tuned: bool = False) -> list[Compiled]:
-    """Every kernel of every pass that there is for a width, compiled; with `tuned` for all numbers of stages."""
-    from lln.backends.triton.configs import WIDEST_CAUSAL, stages_of
+def all_variants(dtypes: Sequence[str], widths: Sequence[tuple[int, int]]) -> list[Variant]:
+    """Every kernel and config that the backend ships for some dtypes, and head and value widths."""
+    found: dict[Variant, None] = {}
+    for dtype in dtypes:
+        for head_dim, value_dim in widths:
+            if max(head_dim, value_dim) <= widest(dtype):
+                for call in all_calls(dtype, head_dim, value_dim):
+                    found |= dict.fromkeys(variants_of(call))
+    return list(found)
 
-    calls: dict[tuple[str, bool], Any] = {}
-    for is_causal in (False, True) if head_dim <= WIDEST_CAUSAL else (False,):
-        for some in record_calls(1024, dtype=dtype, head_dim=head_dim, heads=2, is_causal=is_causal).values():
-            for call in some:
-                calls.setdefault((call.kernel, call.arguments.get("OF_VALUES", False)), call)
-    found = []
-    for call in calls.values():
-        choices = stages_of(call.kernel, call.config()) if tuned else (call.config().stages,)
-        found += [compile_call(call, arch, stages) for arch in archs for stages in dict.fromkeys(choices)]
-    return found
+
+def widest(dtype: str) -> int:
+    from lln.backends.triton.configs import WIDEST
+
+    return WIDEST["float32" if dtype == "float32" else "half"]
+
+
+def compile_all(jobs: Sequence[tuple[Variant, str]], workers: int = 1) -> Iterator[Compiled]:
+    """Variants compiled for architectures, as they are done, by some processes."""
+    if workers == 1:
+        yield from (compile_variant(*job) for job in jobs)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(compile_variant, *job) for job in jobs]):
+            yield done.result()
 
 
 def bound_rows(gpu: Gpu, *, dtype: str, head_dim: int, heads: int) -> list[dict[str, Any]]:
@@ -246,11 +246,10 @@ def bound_rows(gpu: Gpu, *, dtype: str, head_dim: int, heads: int) -> list[dict[
         rows.append(
             {
                 "tokens": tokens,
-                "bytes": forward.token_bytes + forward.other_bytes,
+                "bytes": forward.bytes,
                 "operations": forward.operations,
                 "seconds": forward.seconds,
                 "of_once": forward.seconds / forward.once_seconds,
-                "strict_of_once": forward.strict_seconds / forward.once_seconds,
                 "lln_seconds": lln * LAYERS,
                 "lln_diag_seconds": (lln + near) * LAYERS,
             }

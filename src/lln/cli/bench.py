@@ -3,6 +3,7 @@
 Every command measures, prints tables, and writes a result file if asked.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -182,32 +183,54 @@ def decode(
 @app.command("kernels")
 def kernels(
     arch: Annotated[str, typer.Option(help="sm_80 (A100) and sm_90 (H100), separated by commas.")] = "sm_80,sm_90",
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
-    heads: int = 12,
-    head_dim: int = 64,
+    dtype: Annotated[
+        str | None, typer.Option(help="Some of float16, bfloat16, float32, separated by commas; by default all.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Compile for this head dimension; by default 16 to 256.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that compile; by default one for each core.")] = None,
     json: Json = False,
 ) -> None:
-    """The Triton kernels compiled for GPUs, without one: registers, shared memory, bounds. Nothing is timed."""
-    from lln.bench.kernels import GPUS, bound_rows, compile_all
+    """The Triton kernels compiled for GPUs, without one: registers, shared memory, bounds. Nothing is timed.
+
+    All kernels and configs of all dtypes and widths take an hour or two of processor time the first time.
+    """
+    from lln.backends.triton import missing_reason
+    from lln.bench.kernels import GPUS, WIDTHS, all_variants, bound_rows, compile_all, widest
     from lln.paper.table2 import PUBLISHED_SECONDS
     from lln.report.kernels import bounds_table, kernels_table
 
-    archs = names("--arch", arch, tuple(GPUS))
-    if unknown := [x for x in archs if x not in GPUS]:
-        raise ValueError(f"--arch takes {', '.join(GPUS)} separated by commas, got {unknown[0]!r}")
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise ValueError(f"--dtype must be float16, bfloat16 or float32, got {dtype!r}")
-    with Progress("compile", len(archs)) as bar:
-        compiled = []
-        for one in archs:
-            compiled += compile_all([one], dtype=dtype, head_dim=head_dim)
+    dtypes = ("float16", "bfloat16", "float32")
+    archs, chosen = names("--arch", arch, tuple(GPUS)), names("--dtype", dtype, dtypes)
+    for option, given, known in (("--arch", archs, tuple(GPUS)), ("--dtype", chosen, dtypes)):
+        if unknown := [x for x in given if x not in known]:
+            raise ValueError(f"{option} takes {', '.join(known)} separated by commas, got {unknown[0]!r}")
+    largest = max(widest(x) for x in chosen)
+    if head_dim is not None and not 1 <= head_dim <= largest:
+        raise ValueError(f"--head-dim must be 1 to {largest} for {', '.join(chosen)}, got {head_dim}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {workers}")
+    if reason := missing_reason():
+        raise ValueError(f'{reason}; pip install "lln-attention[triton]"')
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("an interpreted kernel cannot be compiled; unset TRITON_INTERPRET")
+    variants = all_variants(chosen, WIDTHS if head_dim is None else [(head_dim, head_dim)])
+    jobs = [(variant, one) for one in archs for variant in variants]
+    compiled = []
+    with Progress("compile", len(jobs)) as bar:
+        for done in compile_all(jobs, workers or os.cpu_count() or 1):
+            compiled.append(done)
             bar.advance()
-    tables = [kernels_table(compiled, f"Kernels, {dtype}, head dimension {head_dim}")]
+    width = "16 to 256" if head_dim is None else str(head_dim)
+    tables = [kernels_table(compiled, f"Kernels, {', '.join(chosen)}, head dimension {width}")]
     for one in archs:
-        title = f"Bounds on {GPUS[one].name}: batch 1, {heads} heads of {head_dim}, {dtype}"
-        rows = bound_rows(GPUS[one], dtype=dtype, head_dim=head_dim, heads=heads)
-        tables.append(bounds_table(rows, PUBLISHED_SECONDS, title))
+        for kind in chosen:
+            sizes = {"heads": 12, "head_dim": head_dim or 64}
+            if sizes["head_dim"] <= widest(kind):
+                title = f"Bounds on {GPUS[one].name}: batch 1, 12 heads of {sizes['head_dim']}, {kind}"
+                tables.append(bounds_table(bound_rows(GPUS[one], dtype=kind, **sizes), PUBLISHED_SECONDS, title))
     print_tables(tables, as_json=json)
+    if any(x.problem is not None for x in compiled):
+        raise typer.Exit(1)
 
 
 @app.command("forms")

@@ -89,7 +89,7 @@ def _widths(query: Tensor, value: Tensor, *, is_causal: bool = False) -> tuple[A
     is_float32 = query.dtype == torch.float32
     entries = configs.FLOAT32_SUM_ENTRIES if is_float32 else configs.SUM_ENTRIES
     if is_causal:
-        entries = configs.CAUSAL_SUM_ENTRIES["float32" if is_float32 else "half"]
+        entries = configs.CAUSAL_SUM_ENTRIES
     block_v = value_block(block_d, value_width, entries)
     blocks = -(-value_width // block_v)
     sizes = {"D": width, "V": value_width, "BLOCK_D": block_d, "BLOCK_V": block_v, "VALUE_BLOCKS": blocks}

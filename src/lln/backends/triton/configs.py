@@ -10,11 +10,12 @@ from typing import NamedTuple
 # Columns of a D x V sum that a program holds: D times this many numbers are in its registers.
 SUM_ENTRIES = 8192
 FLOAT32_SUM_ENTRIES = 4096
-CAUSAL_SUM_ENTRIES = {"float32": 1024, "half": 2048}
+CAUSAL_SUM_ENTRIES = 1024
 # Causal kernels hold more of a token in registers: wider heads would spill.
 WIDEST_CAUSAL = 64
 # Tokens of a split, of which each has a summary; with more tokens than this times LARGEST_SPLITS splits are larger.
-SPLIT_TOKENS, LARGEST_SPLITS = 1024, 16
+# Summaries of shorter ones would take more than a tenth of the bytes of float16 tokens (`lln bench kernels`).
+SPLIT_TOKENS, LARGEST_SPLITS = 1664, 16
 # Tokens that a program of the recall goes through.
 RECALL_TOKENS = 256
 # A multiple of all tiles, so that splits end where tiles end.
@@ -77,9 +78,13 @@ def config_of(kernel: str, block_d: int, block_v: int, *, is_float32: bool) -> C
     # float32 tokens are multiplied in three parts, which takes about twice the registers.
     wide = max(block_d, block_v) * (2 if is_float32 else 1)
     tile = 64 if wide <= 64 else 32 if wide <= 128 else 16
-    if kernel in NEAR or (is_float32 and kernel == "queries_backward_kernel"):
+    if kernel == "keys_backward_kernel":
+        return Config(16, 8, 1)  # the forms but the paper's have the shares of features beside the log-weights
+    if kernel in NEAR and wide == 128 and not is_float32:
+        return Config(16, 4, 1 if kernel == "near_keys_backward_kernel" else 2)
+    if kernel in NEAR or kernel == "finish_keys_kernel" or (is_float32 and kernel == "queries_backward_kernel"):
         tile = max(16, tile // 2)
-    return Config(tile, 8 if kernel in HEAVY or wide > 64 else 4, 1 if kernel == "keys_backward_kernel" else 2)
+    return Config(tile, 8 if kernel in HEAVY or wide > 64 else 4, 2)
 
 
 def stages_of(kernel: str, config: Config) -> tuple[int, ...]:

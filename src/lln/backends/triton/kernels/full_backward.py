@@ -209,7 +209,7 @@ def keys_backward_kernel(
     value += batch * value_batch + head * value_head
     d_key += batch * d_key_batch + head * d_key_head
     d_value += batch * d_value_batch + head * d_value_head
-    middle, other = 0.0, 0.0
+    middle = 0.0
     if CENTERED:
         middle = load_vector(center + batch * center_batch + head * D, D, BLOCK_D)
     features = tl.arange(0, BLOCK_D)
@@ -229,6 +229,7 @@ def keys_backward_kernel(
             if HAS_WEIGHT:
                 place_of_weight = weight + batch * weight_batch + query_head * weight_head
                 own_weight = load_scale(place_of_weight, rows, weight_token, kept)
+            other = 0.0
             if CENTERED:
                 other = load_vector(other_center + batch * other_center_batch + query_head * D, D, BLOCK_D)
             logs = weigh(x, scale, own_weight, middle, other, kept, D, BLOCK_D, CENTERED, NORMALIZED)

@@ -17,6 +17,12 @@ def bounded(x):
 
 
 @triton.jit
+def is_stored(features, columns):
+    """Which squares are in memory: those above the diagonal, from the sector of 32 bytes that it is in."""
+    return features[:, None] // 8 <= columns[None, :] // 8
+
+
+@triton.jit
 def moments_kernel(
     x,
     keep,
@@ -82,7 +88,7 @@ def moments_kernel(
         mean += step * share
         count += new
     target = squares + place * BLOCK_D * BLOCK_D + features[:, None] * BLOCK_D + columns[None, :]
-    tl.store(target, total)
+    tl.store(target, total, mask=is_stored(features, columns))
     if column == 0:
         tl.store(means + place * BLOCK_D + features, mean + nan_where(odd > 0.0))
         tl.store(counts + place, count)
@@ -167,7 +173,7 @@ def merged_vectors(means, squares, counts, base, splits, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def merged_block(means, squares, counts, base, splits, first, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr):
-    """BLOCK_C columns of the covariance of all splits of a head."""
+    """BLOCK_C columns of the covariance of all splits of a head, on and above the diagonal."""
     features = tl.arange(0, BLOCK_D)
     columns = first + tl.arange(0, BLOCK_C)
     mean = tl.zeros((BLOCK_D,), tl.float32)
@@ -180,7 +186,8 @@ def merged_block(means, squares, counts, base, splits, first, BLOCK_D: tl.conste
         share = new / tl.maximum(count + new, 1.0)
         step = tl.load(means + place * BLOCK_D + features) - mean
         step_c = tl.load(means + place * BLOCK_D + columns) - mean_c
-        total += tl.load(squares + place * BLOCK_D * BLOCK_D + features[:, None] * BLOCK_D + columns[None, :])
+        matrix = squares + place * BLOCK_D * BLOCK_D + features[:, None] * BLOCK_D + columns[None, :]
+        total += tl.load(matrix, mask=is_stored(features, columns), other=0.0)
         total += step[:, None] * (step_c * (count * share))[None, :]
         mean += step * share
         mean_c += step_c * share
@@ -261,7 +268,8 @@ def match_kernel(
         block_k = block_k / unit_k / unit_k
         mean_c = tl.sum(tl.where(features[:, None] == columns[None, :], (mean_q / unit_q)[:, None], 0.0), axis=0)
         both = block_q / unit_q / unit_q * block_k + (mean_q / unit_q)[:, None] * block_k * mean_c[None, :]
-        within += tl.sum(tl.sum(both, axis=1), axis=0)
+        both = tl.where(features[:, None] < columns[None, :], both * 2.0, both)  # the matrix is symmetric
+        within += tl.sum(tl.sum(tl.where(features[:, None] <= columns[None, :], both, 0.0), axis=1), axis=0)
     product = unit_q * unit_k
     product = tl.where(product > LARGEST_ENTRY, LARGEST_ENTRY, product)
     spread = matched_spread(
