@@ -21,6 +21,11 @@ def first_stages(dtype, head_dim, value_dim, cases=CASES):
     return dict.fromkeys(next(variants_of(call)) for call in calls)
 
 
+def spills(which):
+    """Of calls with all options at once; docs/gpu.md lists them."""
+    return pytest.mark.xfail(strict=True, reason=f"spills: {which} a thread")
+
+
 def test_every_kernel_is_compiled():
     assert {x.kernel for x in first_stages("float16", 64, 64)} == set(kernels())
 
@@ -30,12 +35,12 @@ def test_every_kernel_is_compiled():
 @pytest.mark.parametrize(
     ("arch", "dtype", "width"),
     [
-        ("sm_80", "float16", 64),
-        ("sm_90", "float16", 64),
+        pytest.param("sm_80", "float16", 64, marks=spills("near_kernel and near_queries_backward_kernel, 8 bytes")),
+        pytest.param("sm_90", "float16", 64, marks=spills("match_kernel and near_queries_backward_kernel, 8 bytes")),
         ("sm_80", "float32", 64),
         ("sm_80", "float16", 128),
         ("sm_80", "float32", 128),
-        ("sm_80", "float16", 256),
+        pytest.param("sm_80", "float16", 256, marks=spills("keys_backward_kernel, 88 bytes; near kernels, 8 to 24")),
     ],
 )
 def test_no_kernel_spills_and_all_fit_into_shared_memory(arch, dtype, width):
