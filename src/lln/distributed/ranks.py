@@ -63,7 +63,8 @@ def find_ranks(group: Group) -> "Ranks":
                 f"group must be one dimension of a mesh, got a mesh with {group.ndim}; use mesh[{names[-1]!r}]"
             )
         group = group.get_group()
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns to others
+    other: Any = dist.GroupMember.NON_GROUP_MEMBER  # what dist.new_group returns to a process outside
+    if group == other:
         raise ValueError("this process is not in the group; call with a group of which it is a member")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
