@@ -31,6 +31,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from accelerate import PartialState  # type: ignore[import-untyped]
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from lln.instruments.records import read_records
 from lln.provenance import commit, provenance, read_json
@@ -262,8 +264,9 @@ def processes() -> Any:
     if restarts != "0" and not dist.is_initialized():
         # The store of torchrun outlives a restart, and with it the addresses of the processes before it, to which gloo
         # would try to connect.
-        store, rank, size = next(dist.rendezvous("env://"))
-        dist.init_process_group(store=dist.PrefixStore(f"restart {restarts}", store), rank=rank, world_size=size)
+        store, rank, size = next(rendezvous("env://"))
+        store = distributed_c10d.PrefixStore(f"restart {restarts}", store)
+        dist.init_process_group(store=store, rank=rank, world_size=size)
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
