@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("scipy")
 
+from lln.bench.distributed import is_measured, jobs
 from lln.report.distributed import EXCHANGES, PREDICTED_PROCESSES, distributed_tables, fit, predict, traffic
 from lln.results import read_results
 
@@ -19,7 +20,16 @@ def test_predicted_bytes_are_those_that_were_sent():
     for row in rows:
         numbers = traffic(row["tokens"], row["processes"], row["heads"], result.settings["head_dim"])["lln"][2]
         assert 4 * numbers == row["sent_bytes"]
-    assert [len(table.columns) for table in distributed_tables(result)] == [9, 12]
+    assert [len(table.columns) for table in distributed_tables(result)] == [10, 12]
+
+
+def test_a_million_tokens_are_measured_with_and_without_blocks():
+    todo = jobs(networks=False, million=True, heads=4, head_dim=64)[3:]
+    assert [(size, x["attention"], x["tokens"]) for _, size, x in todo] == [
+        (size, attention, (2**20,)) for attention in ("lln", "lln_diag") for size in (1, 4)
+    ]
+    row = {"network": "machine", "processes": 4, "heads": 1, "tokens": 2**20, "attention": "lln_diag"}
+    assert [is_measured(row, *x) for x in todo] == [False, False, False, True]
 
 
 def test_the_fit_finds_what_made_the_times():

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lln
 from lln import distributed
+from lln.distributed.state import state_before
 
 
 def tokens(rank, N=12, H=2, D=8, dtype=torch.float32, B=1):
@@ -55,6 +56,35 @@ def other_function(group):
     refused(group, ["function: lln_attention on rank 0; block_diagonal_attention on ranks 1, 2"], call)
 
 
+def state_on_one_rank(group):
+    def call(rank):
+        q, k, v = tokens(rank)
+        if rank == 1:
+            state_before(lln.LLNState.empty(1, 2, 8, 8), q, k, v, group=group)
+        distributed.lln_attention(q, k, v, group=group)
+
+    refused(group, ["function: lln_attention on ranks 0, 2; LLNState.prefill on rank 1"], call)
+
+
+def other_centers(group):
+    """They differ, their sums do not."""
+
+    def call(rank):
+        center = torch.eye(8)[rank : rank + 2]
+        distributed.lln_attention(*tokens(rank), group=group, form="decomposed", centers=(center, torch.zeros(2, 8)))
+
+    refused(group, ["centers: .* on rank 0; .* on rank 1; .* on rank 2"], call)
+
+
+def not_a_member(group):
+    others = dist.new_group([0, 2])
+    if dist.get_rank(group) == 1:
+        with pytest.raises(ValueError, match="this process is not in the group"):
+            distributed.lln_attention(*tokens(1), group=others)
+    else:
+        distributed.lln_attention(*tokens(0), group=others)
+
+
 def gradients_on_one_rank(group):
     def call(rank):
         q, k, v = tokens(rank)
@@ -78,6 +108,12 @@ def packed_errors(group):
     def call(rank, starts):
         distributed.lln_attention(*tokens(rank), group=group, cu_seqlens=torch.tensor(starts))
 
+    def one_crosses(rank):
+        q, k, v = tokens(rank)
+        keys = slice(None, 10 if rank == 1 else None)
+        distributed.lln_attention(q, k[:, :, keys], v[:, :, keys], group=group, cu_seqlens=torch.tensor([0, 20, 34]))
+
+    refused(group, ["rank 1: ValueError: cu_seqlens needs as many queries as keys"], one_crosses)
     refused(group, ["rise from 0 to the 36 tokens of all processes"], partial(call, starts=[0, 12]))
     refused(group, ["cu_seqlens: ", "on rank 2"], lambda rank: call(rank, [0, 36] if rank == 2 else [0, 5, 36]))
 
@@ -171,6 +207,9 @@ def error_cases():
     yield "unknown option", partial(differ, words=["rank 1: TypeError: .*no option colour"], options={"colour": 1})
     yield "wrong call", wrong_call_on_one_rank
     yield "other function", other_function
+    yield "state on one rank", state_on_one_rank
+    yield "other centers", other_centers
+    yield "not a member", not_a_member
     yield "gradients on one rank", gradients_on_one_rank
     yield "parts of queries and keys", parts_of_queries_and_keys
     yield "packed", packed_errors

@@ -44,7 +44,12 @@ def build(family, head=None, attention="lln_diag", **options):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
-    return lln.hf.convert(model, attention, **options)
+    model = lln.hf.convert(model, attention, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mechanism." in name:  # gates and features, which begin at zero
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
 
 
 def batch(family, seed=0, tokens=37):
@@ -68,9 +73,11 @@ def close(found, expected, tolerance=2e-5):
         assert error <= tolerance * max(largest, 1e-2), f"{name}: {error:.2e} of {largest:.2e}"
 
 
-def train_step(group, family, attention="lln_diag", inputs=None, **options):
+def train_step(group, family, attention="lln_diag", inputs=None, checkpointing=False, **options):
     """A step of one process with all tokens against a step of several, averaged by DistributedDataParallel."""
-    model = build(family, attention=attention, **options)
+    model = build(family, attention=attention, **options).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     inputs = inputs or batch(family)
     expected = copy.deepcopy(model)
     outputs = expected(**inputs)
@@ -83,16 +90,19 @@ def train_step(group, family, attention="lln_diag", inputs=None, **options):
     close(gradients(model), gradients(expected))
 
 
-def packed(group):
+def packed(group, **options):
     ids = batch("llama")["input_ids"].clamp(min=3)
     numbers = torch.zeros_like(ids)
     numbers[0, 9:], numbers[1, 20:], numbers[2, 5:] = 1, 1, 1
     numbers[2, 30:] = 2
     inputs = {"input_ids": ids, "labels": batch("roberta")["labels"], "seq_idx": numbers}
-    train_step(group, "roberta", inputs=inputs, block_size=4)
+    train_step(group, "roberta", inputs=inputs, block_size=4, **options)
     starts = torch.cat([torch.arange(11), torch.arange(26)])[None]
-    inputs = {"input_ids": ids[:1], "position_ids": starts, "labels": ids[:1], "use_cache": False}
-    train_step(group, "llama", inputs=inputs, block_size=4)
+    inputs = {"input_ids": ids[:1], "position_ids": starts, "labels": ids[:1]}
+    train_step(group, "llama", inputs=inputs | {"use_cache": False}, block_size=4, **options)
+    model = distributed.parallelize(build("llama"), group)
+    with pytest.raises(ValueError, match="pass use_cache=False with packed sequences"):
+        model(**inputs)
 
 
 def data_and_sequence(group, sharded):
@@ -143,10 +153,18 @@ def refused(group):
         distributed.parallelize(build("roberta", "SequenceClassification"), group)
     with pytest.raises(ValueError, match='is not "lln" or "lln_diag"'):
         distributed.parallelize(build("roberta", attention="elu"), group)
+    with pytest.raises(ValueError, match="a gate needs the keys of neighbours"):
+        distributed.parallelize(build("roberta", combine="gate"), group)(**batch("roberta"))
     model = distributed.parallelize(build("roberta"), group)
     rank, inputs = dist.get_rank(group), batch("roberta")
     with pytest.raises(ValueError, match=r"input_ids: \d+ on rank 0"):
         model(**batch("roberta", seed=rank))
+    with pytest.raises(ValueError, match=r"attention_mask: \d+ on rank 0"):
+        model(**inputs | {"attention_mask": (torch.arange(37) < 30 + rank).long().expand(3, -1)})
+    with torch.set_grad_enabled(rank > 0), pytest.raises(ValueError, match="gradients: False on rank 0; True on rank"):
+        model(**inputs)
+    with pytest.raises(ValueError, match="leave return_dict=False out"):
+        model(**inputs, return_dict=False)
     with pytest.raises(ValueError, match="tokens: 37 on rank 0; 36 on rank"):
         model(input_ids=inputs["input_ids"][:, : 37 - min(rank, 1)])
     with pytest.raises(ValueError, match="cannot be split over"):
@@ -166,7 +184,14 @@ def model_cases(size):
         "window with a ratio",
         partial(train_step, family="roberta", near="window", block_size=7, combine="ratio", share=0.3),
     )
-    yield "packed", packed
+    learned = {"combine": "ratio", "share": 0.3, "statistics": "learned", "form": "decomposed", "projection": True}
+    gate = learned | {"combine": "gate"}
+    yield "learned", partial(train_step, family="llama", block_size=5, **learned)
+    yield "learned, window", partial(train_step, family="roberta", near="window", block_size=7, **learned)
+    yield "packed", partial(packed, checkpointing=True)
+    yield "packed, learned", partial(packed, near="window", **learned)
+    yield "checkpointing", partial(train_step, family="llama", block_size=8, checkpointing=True)
+    yield "generate, gate", partial(generate, near="window", block_size=6, tokens=43, **gate)
     yield "generate, blocks", partial(generate, block_size=8)
     yield "generate, window", partial(generate, near="window", block_size=6, tokens=43)
     yield "generate, lln", partial(generate, attention="lln")

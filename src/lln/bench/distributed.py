@@ -39,11 +39,16 @@ def measure(
     *,
     heads: int,
     width: int,
+    attention: str = "lln",
     repeats: int = 3,
     softmax: bool = False,
 ) -> Iterator[Row]:
-    """A row for each number of tokens; with `softmax` and one process also one of softmax attention."""
+    """A row for each number of tokens; with `softmax` and one process also one of softmax attention.
+
+    `attention` is "lln" or "lln_diag", with blocks of 64 tokens.
+    """
     settings = {"tokens": list(tokens), "heads": heads, "width": width, "repeats": repeats, "softmax": softmax}
+    settings["attention"] = attention
     with ExitStack() as stack:
         if network.megabits is None:
             prefixes: list[list[str]] = [[] for _ in range(processes)]
@@ -72,6 +77,7 @@ def measure(
         raise ChildProcessError(f"rank {failed[0]} of {processes} failed in the network {network.name!r}; see above")
     for line in outputs[0].splitlines():
         origin = {"network": network.name, "megabits": network.megabits, "delay": network.delay, "heads": heads}
+        origin["attention"] = attention
         yield origin | json.loads(line)
 
 
@@ -91,10 +97,16 @@ def jobs(*, networks: bool, million: bool, heads: int, head_dim: int) -> list[tu
         found += [(net, size, sizes | {"tokens": TOKENS[:1]}) for net in NETWORKS[1:] for size in PROCESSES[1:]]
     if million:
         one = sizes | {"heads": 1, "tokens": (2**20,), "repeats": 1}
-        found += [(NETWORKS[0], size, one) for size in (1, PROCESSES[-1])]
+        found += [
+            (NETWORKS[0], size, one | {"attention": attention})
+            for attention in ("lln", "lln_diag")
+            for size in (1, PROCESSES[-1])
+        ]
     return found
 
 
 def is_measured(row: Row, network: Network, processes: int, arguments: dict[str, Any]) -> bool:
-    same = (row["network"], row.get("processes"), row.get("heads")) == (network.name, processes, arguments["heads"])
-    return same and row["tokens"] in arguments["tokens"]
+    attention = arguments.get("attention", "lln")
+    expected = (network.name, processes, arguments["heads"], attention)
+    found = (row["network"], row.get("processes"), row.get("heads"), row.get("attention", "lln"))
+    return found == expected and row["tokens"] in arguments["tokens"]

@@ -50,11 +50,11 @@ def _measure(tokens: int, settings: dict[str, Any], size: int) -> dict[str, Any]
         wait_for_all(size)
         wire_before, began = _wire_bytes(), time.perf_counter()
         with distributed.record_traffic() as traffic:
+            name = f"{settings['attention']}_attention"
             if size > 1:
-                world: Any = dist.group.WORLD
-                output = distributed.lln_attention(q, k, v, group=world)
+                output = getattr(distributed, name)(q, k, v, group=dist.group.WORLD)
             else:
-                output = lln.lln_attention(q, k, v)
+                output = getattr(lln, name)(q, k, v)
             gradients = torch.autograd.grad(output, (q, k, v), slope)
         wait_for_all(size)
         seconds.append(time.perf_counter() - began)

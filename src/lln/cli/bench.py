@@ -301,7 +301,8 @@ def distributed(
         bool, typer.Option("--networks", help="Also in networks of limited bandwidth and delay; needs root on Linux.")
     ] = False,
     million: Annotated[
-        bool, typer.Option("--million", help="Also a million tokens with one head in one and four processes: memory.")
+        bool,
+        typer.Option("--million", help="Also memory of a million tokens with one head, in one and four processes."),
     ] = False,
     out: Out = None,
     fresh: Fresh = False,

@@ -6,6 +6,7 @@ Shapes: P processes, B batch, H heads, H_k key heads, N queries and M keys of th
 from collections.abc import Set
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -42,9 +43,9 @@ def attend(
         if not options.keys() <= names:
             unknown = ", ".join(sorted(options.keys() - names))
             raise TypeError(f"{name} has no option {unknown}; its options are: {', '.join(names)}")
-        if starts is not None:
-            check_packed(starts, lengths, given)
         problem = Problem.make(query, key, value, far=far, near=near, **given)
+        if starts is not None:
+            check_packed(problem, starts, lengths, given)
         description, sizes = _describe(problem, given, lengths, starts), (*query.shape[2:3], key.shape[2], *masks)
     except (TypeError, ValueError) as error:
         problem, description, sizes = None, {"error": f"{type(error).__name__}: {error}"}, (0, 0, False, False)
@@ -170,4 +171,5 @@ def _brief(x: Any) -> str:
         return str(x)
     if x.device.type != "cpu" or x.dim() == 3:  # not worth waiting for; of tokens, or of samples
         return f"tensor with {x.dim()} dimensions"
-    return f"tensor {tuple(x.shape)} with the sum {float(x.detach().double().sum()):.6g}"
+    values = x.detach().double().contiguous()
+    return f"tensor {tuple(x.shape)} with the sum {float(values.sum()):.6g}, {crc32(values.numpy().tobytes()):08x}"

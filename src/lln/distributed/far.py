@@ -119,7 +119,8 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
-        inputs, wanted = ctx.saved_tensors[:9], ctx.needs_input_grad[1:]
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]  # once: a checkpoint unpacks a tensor only once
+        inputs = saved[:9]
         _, key, value, _, beta, keep, weight, *before = inputs
         memory = KeySummary(*before)
         zeros = KeySummary(torch.zeros_like(memory.mass), torch.zeros_like(memory.values))
@@ -128,7 +129,7 @@ class _Causal(torch.autograd.Function):
             found = [None if x is None else torch.zeros_like(x) for x in inputs[:7]]
             found[5] = None
             return None, *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True))
-        mass, *starts = ctx.saved_tensors[9:]
+        mass, *starts = saved[9:]
         gradients = (gradient, *zeros)  # nothing after the own tokens is known yet
         d_query, d_key, d_value, d_alpha, d_beta, _, d_weight, *d_before = CAUSAL.backward(
             inputs, tuple(starts), gradients, (*wanted, True, True)

@@ -160,12 +160,16 @@ class _Parts:
         if not isinstance(whole, Tensor):
             raise ValueError("a parallelized model needs input_ids or inputs_embeds")
         batch, tokens = whole.shape[:2]
-        ids = given.get("input_ids")
         description = {
             "batch": batch,
             "tokens": tokens,
             "arguments": sorted(name for name, x in given.items() if x is not None),
-            "input_ids": "none" if ids is None or not ids.is_cpu else _digest(ids),
+            "gradients": torch.is_grad_enabled(),
+            **{
+                name: _digest(x)
+                for name, x in given.items()
+                if isinstance(x, Tensor) and x.is_cpu and not x.is_floating_point()
+            },
         }
         self.ranks.check(f"{type(model).__name__}.forward", description, (), whole.device)
         if tokens < self.ranks.size:
@@ -180,13 +184,15 @@ class _Parts:
             raise ValueError("several processes cannot continue from a cache; see lln.distributed.prefill")
         rows = _packed_rows(given, batch, tokens)
         for mechanism in self.mechanisms:
-            mechanism.packed_rows = rows
+            mechanism.packed_rows = rows  # up to the next call: a checkpoint computes the layers again
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
             given.pop(name, None)
         given["position_ids"] = _positions(model, given, whole)
         self.loss = None
         labels = given.pop("labels", None)
         if labels is not None:
+            if given.get("return_dict") is False:
+                raise ValueError("a loss over several processes needs outputs by name; leave return_dict=False out")
             if self.is_causal:
                 labels = pad(labels[:, 1:], (0, 1), value=IGNORED)
             count = given.get("num_items_in_batch")
@@ -204,8 +210,6 @@ class _Parts:
         return (), given
 
     def join(self, model: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
-        for mechanism in self.mechanisms:
-            mechanism.packed_rows = None
         if self.loss is None:
             return outputs
         labels, count = self.loss

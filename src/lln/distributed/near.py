@@ -39,6 +39,7 @@ class Halo:
     left: int  # places of the halo before the own tokens
     right: int
     kept: Tensor  # (B, left + right) which places of the halo hold a token
+    is_empty: bool  # on all processes, so that there is nothing to exchange
 
 
 def find_halo(key: Tensor, keep: Tensor | None, layout: Layout, low: Tensor, high: Tensor) -> Halo:
@@ -85,6 +86,7 @@ def find_halo(key: Tensor, keep: Tensor | None, layout: Layout, low: Tensor, hig
         left,
         right,
         kept.to(device),
+        not bool(number.any()),
     )
 
 
@@ -109,6 +111,9 @@ def exchange(problem: Problem, layout: Layout) -> tuple[Halo, Pending]:
 
 
 def send(halo: Halo, key: Tensor, value: Tensor) -> Pending:
+    if halo.is_empty:
+        nothing = key.new_empty(0, key.shape[1], key.shape[3] + value.shape[3])
+        return Pending(lambda: nothing)
     tokens = [x.detach().transpose(1, 2)[halo.send_samples, halo.send_places] for x in (key, value)]
     return halo.ranks.exchange(torch.cat(tokens, dim=-1), halo.send_counts, halo.receive_counts)
 
@@ -142,15 +147,16 @@ class _Halo(torch.autograd.Function):
 
 def finish(problem: Problem, halo: Halo, pending: Pending) -> Tensor:
     """Softmax attention of the tokens of this process to their neighbours, (B, H, N, V)."""
-    key, value = _Halo.apply(halo, pending, problem.key, problem.value)  # type: ignore[no-untyped-call]
     query, tokens = problem.query, problem.query.shape[2]
+    received: tuple[Tensor, ...] = ()
+    if not halo.is_empty:
+        received = _Halo.apply(halo, pending, problem.key, problem.value)  # type: ignore[no-untyped-call]
     if halo.left + halo.right:
         parts = [halo.left, halo.right]
         k, v = (
-            torch.cat((side[0], x, side[1]), dim=2)
-            for x, side in (
-                (problem.key, torch.split(key, parts, dim=2)),
-                (problem.value, torch.split(value, parts, dim=2)),
+            torch.cat((before, x, after), dim=2)
+            for x, (before, after) in zip(
+                (problem.key, problem.value), (torch.split(x, parts, dim=2) for x in received), strict=True
             )
         )
         nothing = [query.new_zeros(*query.shape[:2], n, query.shape[3]) for n in parts]
@@ -161,9 +167,9 @@ def finish(problem: Problem, halo: Halo, pending: Pending) -> Tensor:
     problem = replace(problem, far=False, alpha=None, beta=None, key_weight=None, centers=None, form="paper")
     if tokens == 0:  # with the halo in the graph: its backward pass is a collective
         empty = query.new_zeros(*query.shape[:2], 0, problem.value.shape[3])
-        return empty + _nothing(problem.query, problem.key, problem.value, key, value)
+        return empty + _nothing(problem.query, problem.key, problem.value, *received)
     output: Tensor = choose(problem).near(problem)[:, :, halo.left : halo.left + tokens]
-    return output + _nothing(key, value) if not halo.left + halo.right else output
+    return output + _nothing(*received) if received and not halo.left + halo.right else output
 
 
 def _nothing(*tensors: Tensor) -> Tensor:

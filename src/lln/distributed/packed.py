@@ -22,7 +22,7 @@ from lln.packed import INTEGERS
 from lln.problem import Problem, Tokens
 
 
-def check_packed(cu_seqlens: Any, lengths: Tensor | None, given: dict[str, Any]) -> None:
+def check_packed(problem: Problem, cu_seqlens: Any, lengths: Tensor | None, given: dict[str, Any]) -> None:
     """Refuse what does not go with packed sequences; whether they fit the tokens needs those of all processes."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in INTEGERS or cu_seqlens.dim() != 1:
         what = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens)
@@ -32,6 +32,11 @@ def check_packed(cu_seqlens: Any, lengths: Tensor | None, given: dict[str, Any])
             raise ValueError(f"cu_seqlens says where sequences end, so there is no padding; leave {name} out")
     if given.get("scope") == "batch":
         raise ValueError('scope="batch" takes statistics over all sequences; with cu_seqlens use scope="sample"')
+    batch, _, tokens, _ = problem.query.shape
+    if batch != 1:
+        raise ValueError(f"cu_seqlens is for a batch of 1 that holds all sequences, got a batch of {batch}")
+    if tokens != problem.key.shape[2]:
+        raise ValueError("cu_seqlens needs as many queries as keys; for cross attention pad the sequences")
 
 
 class Part(NamedTuple):
@@ -59,11 +64,6 @@ def attend_packed(
         starts: where sequences start in the whole row, and where the last ends.
         given: the options of the call.
     """
-    query = problem.query
-    if query.shape[0] != 1:
-        raise ValueError(f"cu_seqlens is for a batch of 1 that holds all sequences, got a batch of {query.shape[0]}")
-    if query.shape[2] != problem.key.shape[2]:
-        raise ValueError("cu_seqlens needs as many queries as keys; for cross attention pad the sequences")
     total = sum(tokens)
     if not starts or starts[0] != 0 or starts[-1] != total or any(x > y for x, y in pairwise(starts)):
         raise ValueError(f"cu_seqlens must rise from 0 to the {total} tokens of all processes, got {starts}")

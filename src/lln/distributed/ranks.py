@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh
+SIZES = 4  # in the header of a call, the same number for all calls: gloo ends a process that receives too much
 GRACE = 2.0  # seconds in which the others report that a collective failed for them too
 
 
@@ -62,6 +63,9 @@ def find_ranks(group: Group) -> "Ranks":
                 f"group must be one dimension of a mesh, got a mesh with {group.ndim}; use mesh[{names[-1]!r}]"
             )
         group = group.get_group()
+    other: Any = dist.GroupMember.NON_GROUP_MEMBER  # what dist.new_group returns to a process outside
+    if group == other:
+        raise ValueError("this process is not in the group; call with a group of which it is a member")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group must be a torch.distributed.ProcessGroup or a dimension of a DeviceMesh, got {type(group).__name__}"
@@ -86,8 +90,6 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError("this process is not in the group; call with a group of which it is a member")
         self.global_ranks = dist.get_process_group_ranks(group)
         self.store = distributed_c10d.PrefixStore(f"lln/{group.group_name}/", distributed_c10d._get_default_store())
         self.begun = 0
@@ -134,17 +136,18 @@ class Ranks:
         Args:
             what: the name of the function.
             description: what must be the same on all processes; under "error", what is wrong with this one's call.
-            sizes: integers of this process.
+            sizes: up to four integers of this process.
 
         Raises:
             ValueError: on every process alike, with the ranks that differ.
         """
         words = {"function": what} | {name: str(value) for name, value in description.items()}
         digest = int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:8], "big", signed=True)
-        header = torch.tensor([digest, "error" in words, *sizes], device=self.header_device(device))
+        padded = [*sizes, *[0] * (SIZES - len(sizes))]
+        header = torch.tensor([digest, "error" in words, *padded], device=self.header_device(device))
         found = self.gather(header).cpu()
         if bool((found[:, 0] == found[0, 0]).all()) and not bool(found[:, 1].any()):
-            return found[:, 2:]
+            return found[:, 2 : 2 + len(sizes)]
         everyone: list[dict[str, str]] = [{} for _ in range(self.size)]
         dist.all_gather_object(everyone, words, group=self.group)
         raise ValueError(_differences(what, everyone, self.global_ranks))

@@ -143,18 +143,18 @@ def attend(
     if dropout > 0.0:  # there are no weights to drop, so value rows are dropped, for all queries of a head alike
         value = value * drop(value.new_ones(*value.shape[:3], 1), dropout)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings leave them in float32
+    rows = getattr(mechanism, "packed_rows", None)
     layer: StateLayer | None = getattr(module, "current_state_layer", None)
     if layer is not None:
         module.current_state_layer = None  # a copy of the model must not hold what it once generated
         if not causal:
             raise ValueError("a state goes from token to token, so is_causal=False needs use_cache=False")
-        if cu_seqlens is not None:
+        if cu_seqlens is not None or rows is not None:
             raise ValueError("a cache is for one sequence in each row; pass use_cache=False with packed sequences")
         output = layer.attend(module.mechanism, query, key, value, keep)
     else:
         _check_lengths(name, module, query, key, keep, causal)
         attention = BY_NAME[name] if mechanism is None else mechanism
-        rows = getattr(mechanism, "packed_rows", None)
         if rows is not None:  # a part of each row, where the starts of whole rows are known
             samples = (torch.split(x, 1) for x in (query, key, value))
             parts = zip(*samples, rows, strict=True)

@@ -38,11 +38,23 @@ def distributed_tables(result: Result) -> list[Table]:
     rows, setting = result.rows, result.settings
     measured = [row for row in rows if "seconds" in row]
     measurements = Table(
-        "One layer of LLN attention, forward and backward",
-        ("network", "processes", "heads", "tokens", "ms", "messages", "KB sent", "KB on the wire", "MB at peak"),
+        "One layer of attention, forward and backward",
+        (
+            "network",
+            "attention",
+            "processes",
+            "heads",
+            "tokens",
+            "ms",
+            "messages",
+            "KB sent",
+            "KB on the wire",
+            "MB at peak",
+        ),
         [
             (
                 row["network"],
+                row.get("attention", "lln"),
                 str(row["processes"]),
                 str(row["heads"]),
                 f"{row['tokens']:,}",

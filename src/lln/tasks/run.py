@@ -29,7 +29,10 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState  # type: ignore[import-untyped]
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from lln.instruments.records import read_records
 from lln.provenance import commit, provenance, read_json
@@ -257,6 +260,13 @@ def _keep_or_check(path: Path, values: Mapping[str, Any], what: str) -> None:
 
 def processes() -> Any:
     """accelerate's view of the processes that torchrun started, or of this one alone."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0" and not dist.is_initialized():
+        # The store of torchrun outlives a restart, and with it the addresses of the processes before it, to which gloo
+        # would try to connect.
+        store, rank, size = next(rendezvous("env://"))
+        store = distributed_c10d.PrefixStore(f"restart {restarts}", store)
+        dist.init_process_group(store=store, rank=rank, world_size=size)
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
