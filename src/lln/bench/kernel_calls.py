@@ -67,7 +67,7 @@ def record_far(x: Tokens, case: Case, *, is_causal: bool) -> tuple[list[Any], li
     scales = [x.floats(batch, heads, tokens) for _ in range(3)] if case.given else [None] * 3
     is_centered = case.form == "decomposed"
     centers = [x.floats(batch, number, width) if is_centered else None for number in (heads, case.key_heads)]
-    inputs = FarInputs(*x, keep, keep, *scales, *centers)  # type: ignore[arg-type]
+    inputs = FarInputs(*x, keep, keep, *scales, *centers)
     with tuning.recording() as forward_calls:
         found = forward.far_forward(inputs, case.matching, case.form, is_causal=is_causal)
         if case.given:  # alpha and beta are matched all the same, so that each kernel has each option
@@ -86,7 +86,7 @@ def record_near(x: Tokens, *, padded: bool, is_window: bool, is_causal: bool) ->
     from lln.backends.triton.near import near_backward, near_forward
 
     keep = torch.empty(x.query.shape[0], x.query.shape[2], dtype=torch.bool, device="meta") if padded else None
-    options: dict[str, bool] = {"is_window": is_window, "is_causal": is_causal}
+    options: dict[str, Any] = {"is_window": is_window, "is_causal": is_causal}
     with tuning.recording() as forward_calls:
         output, logs = near_forward(*x, keep, BLOCK, **options)
     with tuning.recording() as backward_calls:
@@ -144,7 +144,7 @@ def all_calls(dtype: str, head_dim: int, value_dim: int, cases: tuple[Case, ...]
 
     sizes = dtype, head_dim, value_dim
     for case in cases:
-        options: dict[str, int] = {"batch": BATCH, "heads": HEADS, "key_heads": case.key_heads}
+        options: dict[str, Any] = {"batch": BATCH, "heads": HEADS, "key_heads": case.key_heads}
         x = Tokens.make(*sizes, case.tokens, **options)
         for is_causal in (False, True):
             if not is_causal or head_dim <= WIDEST_CAUSAL:
