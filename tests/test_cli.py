@@ -237,14 +237,14 @@ def test_pictures_of_the_documentation_are_drawn(tmp_path):
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch):
-    monkeypatch.setattr(lln.instruments.inspect, "inspect", fail(KeyboardInterrupt()))
+    monkeypatch.setattr(lln.instruments.inspect, "read_text", fail(KeyboardInterrupt()))
     done = run("inspect", "roberta", "--text", "text.txt")
     assert done.exit_code == 130
     assert done.stderr == "\nInterrupted; what was finished is written.\n"
 
 
 def test_output_that_nobody_reads_is_no_error(monkeypatch):
-    monkeypatch.setattr(lln.instruments.inspect, "inspect", fail(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    monkeypatch.setattr(lln.instruments.inspect, "read_text", fail(BrokenPipeError(errno.EPIPE, "Broken pipe")))
     done = run("inspect", "roberta", "--text", "text.txt")
     assert (done.exit_code, done.output) == (1, "")
 

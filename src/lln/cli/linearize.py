@@ -42,7 +42,8 @@ def add_command(app: typer.Typer) -> None:
         sources: dict[str, Any] = {"text": text, "images": images, "pairs": pairs, "data_dir": data_dir}
         found = run(model, out, config, **sources, quiet=quiet, warn=errors.print)
         if record is not None:
-            add_result(record, linearized_result(found.report, f"{Path(model).name}-{config.attention}"))
+            calibrated = "-calibrated" if config.steps == 0 else ""  # as `lln reproduce linearized` names its runs
+            add_result(record, linearized_result(found.report, f"{Path(model).name}-{config.attention}{calibrated}"))
 
     learn = "Text to learn from: a file .txt, .jsonl or .jsonl.gz, or a folder."
     scored = "Labelled data of an encoder, to report on: JSON lines with sentence1, sentence2 and score, as STS-B."
