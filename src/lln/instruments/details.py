@@ -11,7 +11,7 @@ from lln.instruments.rows import Rows
 
 POSITIONS = 128  # means that the entropies of a longer text are reduced to
 BINS, REACH = 50, 5.0  # of the histogram, which goes so many standard deviations to both sides of the mean
-# Weights kept of all heads of a model, a byte each: with these a page of twelve layers of twelve heads has 1.3 MB.
+# Weights kept of all heads of a model, a byte each, so that the page of a large model stays small.
 WEIGHTS = 900_000
 MAX_QUERIES = 16
 

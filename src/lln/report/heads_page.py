@@ -61,7 +61,7 @@ def heads_page(inspections: Sequence[Inspection]) -> str:
         inspections: results of `lln.instruments.inspect.inspect_details` or `inspect_network`; one or two.
 
     Returns:
-        HTML of about 10 kB a head.
+        The HTML of one file.
 
     Raises:
         ValueError: there are no inspections or more than two, or one has no details.
