@@ -76,6 +76,18 @@ def test_a_decoder_learns_to_predict_as_before(make, tokenizer, texts, quick):
     assert [row["branches"] for row in report["ablation"]] == ["both", "far", "near", "none"]
 
 
+def test_bfloat16_changes_how_the_student_is_distilled_and_nothing_before_it(make, tokenizer, texts, quick):
+    kept = [
+        run(make("bert"), tokenizer, texts, quick(distil_steps=5, precision=precision)).report["kept"]
+        for precision in ("fp32", "bf16")
+    ]
+    assert kept[0]["calibrate"] == kept[1]["calibrate"]
+    assert kept[0]["distil"] != kept[1]["distil"]
+    assert kept[1]["distil"][-1]["cosine"] == pytest.approx(kept[0]["distil"][-1]["cosine"], abs=0.01)
+    with pytest.raises(ValueError, match="precision must be one of fp32, bf16"):
+        quick(precision="fp64")
+
+
 def test_lora_leaves_the_weights_beside_linear_layers_as_they_were(make, tokenizer, texts, quick, tmp_path):
     """Embeddings and norms are not trained; linear layers are merged, so that the result is an ordinary model."""
     pytest.importorskip("peft")

@@ -48,6 +48,7 @@ class LinearizeConfig(Settings):
     # passages of its training text that nothing was fitted to.
     distil_rate: float = setting(1e-4, "Learning rate of the whole model.")
     distil_feature_rate: float = setting(3e-3, "Learning rate of the mechanisms while the whole model is trained.")
+    precision: str = setting("fp32", "Number format of the student while it is distilled: fp32, or bf16 by autocast.")
     rows: int = setting(64, "Queries of a sequence whose weights are compared: memory stays linear in the length.")
     lora_rank: int = setting(0, "Rank of LoRA matrices that are trained instead of all weights (needs peft); 0: all.")
     steps: int | None = setting(None, "0: stop after calibration, without training. Left out: all stages.")
@@ -61,6 +62,7 @@ class LinearizeConfig(Settings):
         self._at_least(0, "align_steps", "join_steps", "distil_steps", "lora_rank", "cost_tokens", "seed")
         self._at_least(8, "length")
         self._above_0("align_rate", "join_rate", "distil_rate", "distil_feature_rate")
+        self._one_of("precision", "fp32", "bf16")
         if self.steps not in (None, 0):
             raise ValueError(f"steps must be 0 (calibration alone) or left out, got {self.steps}")
         check_options(self.attention, self.all_options())  # also refuses a name that does not exist

@@ -46,7 +46,7 @@ def output_loss(mechanism: Mechanism, seen: Observation) -> Tensor:
 def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Tensor:
     """The mean over the layers of the squared difference of hidden states, in units of the teacher's variance."""
     losses = [
-        mse_loss(found, wanted) / wanted.var()
+        mse_loss(found.to(wanted.dtype), wanted) / wanted.var()
         for found, wanted in zip(student[1:], teacher[1:], strict=True)  # the first are the embeddings
     ]
     return torch.stack(losses).mean()
@@ -54,7 +54,7 @@ def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Ten
 
 def logits_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """The Kullback-Leibler divergence of the student's predictions from the teacher's, the mean over tokens."""
-    wanted, found = (x.flatten(0, -2).log_softmax(dim=-1) for x in (teacher, student))
+    wanted, found = (x.flatten(0, -2).to(teacher.dtype).log_softmax(dim=-1) for x in (teacher, student))
     return (wanted.exp() * (wanted - found)).sum(dim=-1).mean()
 
 

@@ -14,6 +14,7 @@ A step is a function of its number: data and chance depend on the seed, the stag
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,10 +153,16 @@ class Linearizer:
         options: dict[str, Any] = {} if self.is_language_model else {"output_hidden_states": True}
         with torch.no_grad():
             wanted = self.teacher(**batch, **options)
-        found = self.student(**batch, **options)
+        with self._autocast(batch):
+            found = self.student(**batch, **options)
         if self.is_language_model:
             return logits_loss(found.logits, wanted.logits)
         return hidden_loss(found.hidden_states, wanted.hidden_states)
+
+    def _autocast(self, batch: Batch) -> AbstractContextManager[Any]:
+        if self.config.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(next(iter(batch.values())).device.type, dtype=torch.bfloat16)
 
 
 def calibrate_heads(mechanism: LLNAttention, seen: Observation, rows: Tensor) -> None:

@@ -152,5 +152,5 @@ def command(run: Run, models: Path, folder: Path, data: Path) -> list[str]:
     return [
         *("linearize", str(models / run.model), *METHODS[run.method].flags(STEPS[run.model]), *reads),
         *(() if run.is_trained else ("--steps", "0")),
-        *("--data-dir", str(data), "--out", str(folder), "--quiet"),
+        *("--precision", "bf16", "--data-dir", str(data), "--out", str(folder), "--quiet"),
     ]

@@ -76,7 +76,10 @@ SEEDS = (0, 1, 2)
 # Steps of stage one. Those of a stage in which a mechanism has nothing to train go to the last one.
 STEPS = {"align": 60, "join": 15, "distil": 150}
 BATCH_TOKENS = 2048
-LINEARIZE = ("--tokens", "500000", "--batch-tokens", str(BATCH_TOKENS), "--eval-passages", "40", "--cost-tokens", "0")
+LINEARIZE = (
+    *("--tokens", "500000", "--batch-tokens", str(BATCH_TOKENS), "--precision", "bf16"),
+    *("--eval-passages", "40", "--cost-tokens", "0"),
+)
 # For estimates of time: tokens of an example with padding, and validation examples, of all-MiniLM-L6-v2 and the data
 # that the recorded results were made with; training examples where there are fewer than the budget.
 TOKENS = {"mnli": 43, "qnli": 54, "qqp": 36, "sst2": 18, "cola": 15, "mrpc": 57, "rte": 70, "stsb": 33, "imdb": 286}

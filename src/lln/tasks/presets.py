@@ -17,8 +17,8 @@ PRETRAINED: dict[str, dict[str, Any]] = {
     "sst2": {"train_examples": 8000, "epochs": 1.0},
     "cola": {"train_examples": 8000, "epochs": 2.0},
     "mrpc": {"train_examples": 8000, "epochs": 2.0},
-    "rte": {"train_examples": 8000, "epochs": 2.0},
-    "stsb": {"train_examples": 8000, "epochs": 1.0},
+    "rte": {"train_examples": 8000, "epochs": 3.0},
+    "stsb": {"train_examples": 8000, "epochs": 3.0},
     "imdb": {"train_examples": 1000, "epochs": 1.0, "max_length": 512, "eval_examples": 1000, "batch_size": 16},
 }
 
@@ -159,9 +159,10 @@ class GlueConfig(TrainConfig):
         "pretrained": {
             "epochs": 1.0,
             "rates": (1e-4, 2e-4),  # at 5e-4 the training loss of all-MiniLM-L6-v2 on MNLI stays at ln 3
-            "trial_share": 0.3,
+            "trial_share": 0.2,
             "group_lengths": True,
             "attention_dropout": 0.0,
+            "precision": "bf16",
             "save_every": 200,
             "record_every": 0,
         },
