@@ -160,7 +160,7 @@ class LLNState:
                 (B, H_k, N, D), where `query` and `key` are others, (B, H, N, F) and (B, H_k, N, F), for LLN attention.
             key_weight: (B, H, N) log-weights of the keys in LLN attention.
         """
-        output, _, memory = self._advance(query, key, value, apart=False, **options)
+        output, _, memory, _ = self._advance(query, key, value, apart=False, **options)
         return output, self._with(memory)
 
     def step(
@@ -169,15 +169,16 @@ class LLNState:
         """The output (B, H, 1, V) of the next token, and the state after it; see `prefill`."""
         if query.dim() == 4 and query.shape[2] != 1:
             raise ValueError(f"step takes one token, got query {tuple(query.shape)}; use prefill for several")
-        output, _, memory = self._advance(query, key, value, apart=False, **options)
+        output, _, memory, _ = self._advance(query, key, value, apart=False, **options)
         return output, self._with(memory)
 
     def branches(
         self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StateOptions]
-    ) -> tuple[Tensor, Tensor | None, "LLNState"]:
-        """As `prefill`, with the outputs of LLN and of softmax attention apart, in the accumulator's dtype."""
-        far, near, memory = self._advance(query, key, value, apart=True, **options)
-        return far, near, self._with(memory)
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, "LLNState"]:
+        """As `prefill`, with the outputs of LLN and of softmax attention apart, in the accumulator's dtype, and the
+        log-sum-exp (B, H, N) of the scores of the latter, 0 for a token that is not kept."""
+        far, near, memory, near_lse = self._advance(query, key, value, apart=True, **options)
+        return far, near, near_lse, self._with(memory)
 
     def reorder(self, index: Tensor) -> "LLNState":
         """The state of the samples `index` (any number of them, also repeated), as a beam search asks for."""

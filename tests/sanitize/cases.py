@@ -240,9 +240,9 @@ def run_state(
             tokens = [x[:, :, start:end] for x in inputs]
             keep = None if mask is None else mask[:, start:end]
             more: Any = {name: x[:, :, start:end] for name, x in others.items()}
-            far, near, _ = state.branches(*tokens, key_padding_mask=keep, **more)
+            far, near, lse, _ = state.branches(*tokens, key_padding_mask=keep, **more)
             output, state = state.prefill(*tokens, key_padding_mask=keep, in_place=start % 2 == 0, **more)
-            results += [far, output] if near is None else [far, near, output]
+            results += [far, output] if near is None or lse is None else [far, near, lse, output]
     return results
 
 
