@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lln
-from lln.neighbors import Past, log_far_mass, near_with_mass_ratio
+from lln.neighbors import Past, log_far_mass, near_with_mass_ratio, next_log_far_mass
 
 TOKENS, HEADS, KEY_HEADS, WIDTH = 37, 4, 2, 8
 NEARS = ["window", "blocks"]
@@ -116,12 +116,9 @@ def test_gradcheck(near, is_causal):
     assert torch.autograd.gradgradcheck(far_share, tensors)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("near", NEARS)
-def test_what_the_future_holds_has_no_part(near, is_causal):
+def test_what_the_future_holds_has_no_part(near):
     """A gradient of the log-sum-exp alone, of the first tokens, where the last keys are NaN."""
-    if not is_causal:
-        pytest.skip("all tokens see all others")
     gradients = []
     for odd in (0.0, torch.nan):
         query, key, value, weight = inputs(torch.float32)
@@ -168,6 +165,8 @@ def test_tokens_after_others_get_what_they_get_in_one_call(near):
         past = Past(torch.full((2,), start), weight[:, :, index], total)
         found = log_far_mass(weight[:, :, start:], near=near, block_size=size, is_causal=True, past=past)
         torch.testing.assert_close(found, whole[:, :, start:], rtol=1e-9, atol=1e-9)
+        found = next_log_far_mass(past.key_weight, total, past.tokens, near=near)
+        torch.testing.assert_close(found, whole[:, :, start : start + 1], rtol=1e-9, atol=1e-9)
 
 
 @dtypes
@@ -191,6 +190,24 @@ def test_autocast_casts_the_tokens_and_not_the_ratio(dtype):
     assert (output.dtype, ratio.dtype) == (dtype, torch.float32)
     expected = near_with_mass_ratio(*(x.to(dtype) for x in tensors[:3]), tensors[3], **options)[1]
     torch.testing.assert_close(ratio, expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("near", NEARS)
+def test_compiled_and_transformed_calls(near, is_causal):
+    tensors = inputs(torch.float32)
+
+    def loss(*tensors):
+        output, ratio = near_with_mass_ratio(*tensors, near=near, block_size=10, is_causal=is_causal)
+        return output.square().sum() + ratio.sigmoid().sum()
+
+    leaves = [x.requires_grad_() for x in tensors]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    transformed = torch.func.grad(loss, argnums=(0, 1, 2, 3))(*(x.detach() for x in tensors))
+    for found in (torch.autograd.grad(compiled(*leaves), leaves), transformed):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_no_tokens():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lln.checks import check_choice
 from lln.functional import block_diagonal_attention
-from lln.neighbors import Past, log_far_mass, near_with_mass_ratio
+from lln.neighbors import Past, log_far_mass, near_with_mass_ratio, next_log_far_mass
 from lln.problem import Near, TokenOptions
 from lln.state import LLNState
 
@@ -132,9 +132,12 @@ class JoinedBranches(nn.Module):
         if self.combine != "gate":
             return None
         assert state.recent_key is not None
-        weight, recent = self.key_weight(key), self.key_weight(state.recent_key.to(key.dtype))
+        recent = self.key_weight(state.recent_key.to(key.dtype))
         # The features of a key with a weight sum to that weight.
-        total = None if weight is None else state.mass.logsumexp(dim=-1)
+        total = None if recent is None else state.mass.logsumexp(dim=-1)
+        if recent is not None and total is not None and key.shape[2] == 1 and keep is None:
+            return next_log_far_mass(recent, total, state.count, near=self.near)
+        weight = self.key_weight(key)
         if weight is None:
             weight = state.mass.new_zeros(key.shape[0], 1, key.shape[2])
         options: dict[str, Any] = {"near": self.near, "block_size": self.block_size, "is_causal": True}

@@ -134,6 +134,26 @@ def log_far_mass(
     return found if order is None else found.gather(2, order.argsort(dim=2))
 
 
+@in_full_precision
+def next_log_far_mass(recent: Tensor, log_weight: Tensor, tokens: Tensor, *, near: Near) -> Tensor:
+    """`log_far_mass` of one kept token, (B, H, 1), with few operations: for generation.
+
+    Args:
+        recent: log-weights (B, H, C) of the last of the tokens before, token t at place t % C.
+        log_weight: (B, H) ln of the sum of the weights of all of them.
+        tokens: (B,) their number.
+        near: where the neighbours of a token are; C is the block size.
+    """
+    places, tokens = torch.arange(recent.shape[2], device=recent.device), tokens[:, None]
+    is_near = places < tokens % recent.shape[2]
+    if near == "window":  # all that there are, but not the one whose place the token takes
+        is_near = (places < tokens) & (places != tokens % recent.shape[2])
+    is_near = is_near[:, None]
+    share = (recent - log_weight[..., None]).exp().where(is_near, 0.0).sum(dim=2, keepdim=True)
+    is_far = (tokens[..., None] > is_near.sum(dim=2, keepdim=True)) & (share < 1)
+    return (log_weight[..., None] + torch.log1p(-share)).masked_fill(~is_far, -math.inf)
+
+
 def _neighbors(
     near: Near, block_size: int, is_causal: bool, tokens: int, past: Past | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -200,6 +200,9 @@ def run(case: Case) -> None:
     leaves = [*inputs, *(x for x in (*scales.values(), form.get("key_weight")) if isinstance(x, Tensor))]
     output = backend.attention(problem)
     results += [output, *torch.autograd.grad(output, leaves, gradient)]
+    if not far:
+        outputs = backend.near_with_lse(problem)
+        results += [*outputs, *torch.autograd.grad(outputs, leaves, (gradient, torch.randn_like(outputs[1])))]
     if case.is_causal and far and case.scales != "tokens":
         results += run_state(case, inputs, options["key_padding_mask"], scales, problem.key_weight)
     if case.values == "normal" and (problem.key_weight is None or problem.key_weight.isfinite().all()):
