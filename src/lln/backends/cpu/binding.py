@@ -225,7 +225,7 @@ def advance(recurrence: Recurrence) -> Advance:
     checked(load().lln_advance(_pack_advance(recurrence, output, near, lse, after)))
     if recurrence.in_place:
         _note_change([x for x in memory if x is not None])
-    return Advance(output, near, after, lse)
+    return Advance(output, near, after, lse, is_owner=True)
 
 
 def prepare_step(recurrence: Recurrence) -> Prepared:
