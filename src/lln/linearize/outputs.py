@@ -48,7 +48,8 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
         # What a query says of keys that it does not know: its score with the mean key.
         mean = token_mean(seen.key, seen.keep).mean(dim=0) * seen.key.shape[3] ** -0.5
         mechanism.gate.copy_(mean.repeat_interleave(mechanism.num_heads // len(mean), dim=0))
-        ratio = mechanism.log_mass_ratio(seen.query, seen.key, seen.keep, is_causal=seen.is_causal)
+        options: Any = {"key_padding_mask": seen.keep, "is_causal": seen.is_causal}
+        _, ratio = mechanism.near_branch(seen.query, seen.key, seen.key, **options)
         assert ratio is not None
         offset = ratio + (seen.query @ mechanism.gate[..., None])[..., 0]
     # The error is a smooth function of one number for each head: a coarse search, then a fine one around its result.

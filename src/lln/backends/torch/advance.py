@@ -25,13 +25,14 @@ def advance(recurrence: Recurrence) -> Advance:
         recurrence = centered_recurrence(recurrence, *recurrence.centers)
     far, summary, sums = _far(recurrence)
     near: Tensor | None = None
+    lse: Tensor | None = None
     recent: tuple[Tensor | None, Tensor | None] = (None, None)
     memory = recurrence.memory
     if memory.recent_key is not None and memory.recent_value is not None:
-        near, recent = _near(recurrence, memory.recent_key, memory.recent_value)
+        near, lse, recent = _near(recurrence, memory.recent_key, memory.recent_value)
     after = Memory(*summary, sums.tokens, sums.query, sums.key, *recent)
     if recurrence.apart:
-        return Advance(far, near, after)
+        return Advance(far, near, after, lse)
     return Advance((far if near is None else (far + near) / 2).to(recurrence.value.dtype), None, after)
 
 
@@ -110,8 +111,18 @@ def key_weight_of(
     return weight if given is None else weight + given
 
 
-def _near(recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Softmax attention among neighbours, and the recent tokens after it."""
+def near_lse(recurrence: Recurrence) -> Tensor:
+    """The log-sum-exp (B, H, N) of the scores of softmax attention among neighbours."""
+    memory = recurrence.memory
+    assert memory.recent_key is not None
+    assert memory.recent_value is not None
+    return _near(recurrence, memory.recent_key, memory.recent_value)[1]
+
+
+def _near(
+    recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Softmax attention among neighbours, the log-sum-exp of its scores (B, H, N), and the recent tokens after it."""
     value, keep, count = recurrence.value, recurrence.keep, recurrence.memory.num_tokens
     query = recurrence.query if recurrence.near_query is None else recurrence.near_query
     key = recurrence.key if recurrence.near_key is None else recurrence.near_key
@@ -123,11 +134,11 @@ def _near(recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor) -> t
         outside = slots > begun
         if is_window:
             outside = outside & (count < size)[:, None]
-        return _attend_recent(query, *recent, outside), recent
+        return *_attend_recent(query, *recent, outside), recent
     kept = kept_tokens(keep, query)
     later = blank(key, keep), blank(value, keep)
     after = newest((recent_key, recent_value), count, later, front_order(kept), count + kept.sum(dim=1))
-    attention: Callable[..., Tensor] = block_diagonal_attention
+    attention: Callable[..., tuple[Tensor, ...]] = block_diagonal_attention
     before = slots < begun
     if is_window:  # from the oldest to the newest
         attention = window_attention
@@ -135,23 +146,25 @@ def _near(recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor) -> t
         order = (slots + count[:, None]) % size
         recent_key, recent_value = take_tokens(recent_key, order), take_tokens(recent_value, order)
     # What a block already holds, or a window looks back to, goes before the new tokens.
-    near = attention(
+    near, lse = attention(
         torch.cat((query.new_zeros(*query.shape[:2], size, query.shape[3]), query), dim=2),
         torch.cat((recent_key, key), dim=2),
         torch.cat((recent_value, value), dim=2),
         torch.cat((before, kept), dim=1),
         block_size=size,
         is_causal=True,
+        with_lse=True,
     )
-    return near[:, :, size:], after
+    return near[:, :, size:], lse[:, :, size:, 0], after
 
 
-def _attend_recent(query: Tensor, recent_key: Tensor, recent_value: Tensor, outside: Tensor) -> Tensor:
+def _attend_recent(query: Tensor, recent_key: Tensor, recent_value: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax attention of one token to the recent ones that are not `outside` its block or window, (B, C)."""
     dtype = accumulator(query.dtype)
     groups = query.shape[1] // recent_key.shape[1]
     k, v = (repeat_heads(x.to(dtype), groups) for x in (recent_key, recent_value))
     outside = outside[:, None, None, :]
     scores = (query.to(dtype) * query.shape[3] ** -0.5) @ k.mT
-    weights = torch.softmax(scores.masked_fill(outside, absent(dtype)), dim=-1)
-    return weights @ v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
+    scores = scores.masked_fill(outside, absent(dtype))
+    values = v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
+    return torch.softmax(scores, dim=-1) @ values, scores.logsumexp(dim=-1)

@@ -251,7 +251,7 @@ void causal_attend(const Plan *plan, long b, long h, long first, long end, Memor
                           row);
                 q = (Rows){compact, row};
             }
-            near_attend(plan, b, h, rank, rank + count, q, weight, (Rows){inside, v_row}, &near, scratch);
+            near_attend(plan, b, h, rank, rank + count, q, weight, (Rows){inside, v_row}, NULL, &near, scratch);
             for (long r = 0; r < count; r++) {
                 float *to = out.data + (order ? order[rank + r] - start : r) * out.row;
                 for (long j = 0; j < wide; j += LANES) store(to + j, load(to + j) + load(inside + r * v_row + j));

@@ -170,7 +170,7 @@ void recall(const Plan *plan, long b, long h, long first, long end, Memory memor
     long type = job->type, D = job->width, V = job->value_width, q_row = row_of(D), v_row = row_of(V);
     long step = step_of(job), in_blocks = job->block_size ? plan->key_count[b] : 0;
     float weight = job->block_size && job->with_lln ? 0.5f : 1.f;
-    float *mass = NULL, *values = memory.values, alpha = 0.f, weights[TILE];
+    float *mass = NULL, *values = memory.values, alpha = 0.f, weights[TILE], lse[TILE];
     Form form = {0};
     if (job->with_lln) {
         form = read_form(job, b, h, &scratch);
@@ -188,7 +188,11 @@ void recall(const Plan *plan, long b, long h, long first, long end, Memory memor
             Rows q = view(type, head_of(&job->query, type, b, h), job->query.token, order, from, rows, D, queries);
             q = without_odd_padding(job, job->keep_query, b, order, from, rows, q, queries, NULL);
             Rows out = output_rows(type, head_of(&job->output, type, b, h), job->output.token, order, from, V, output);
-            if (inside) near_attend(plan, b, h, from, from + inside, q, weight, out, &near, scratch);
+            if (inside)
+                near_attend(plan, b, h, from, from + inside, q, weight, out, job->near_lse ? lse : NULL, &near,
+                            scratch);
+            for (long r = 0; job->near_lse && r < rows; r++)
+                lse_of(job, job->near_lse, b, h)[token_at(order, from + r)] = r < inside ? lse[r] : 0.f;
             if (job->with_lln) {
                 if (form.query) centered_softmax(rows, padded(D), alpha, form.query, mass, weights, q, queries, q_row);
                 else feature_softmax(rows, padded(D), alpha, mass, weight, q, queries, q_row);

@@ -290,6 +290,8 @@ EXPORT const Fact lln_facts[] = {
     PLACE(Job, sample_centers),
     PLACE(Job, center_query),
     PLACE(Job, center_key),
+    PLACE(Job, near_lse),
+    PLACE(Job, grad_lse),
     PLACE(State, mass),
     PLACE(State, values),
     PLACE(State, count),

@@ -53,6 +53,9 @@ typedef struct {
     int64_t sample_centers; /* centres are means of the sample: written forward, differentiated backward; not causal */
     Tensor center_query, center_key; /* (B, H, D) and (B, key heads, D) floats of the decomposed form; NULL with
                                         `sample_centers`: nobody wants them */
+    float *near_lse; /* (B, H, tokens) contiguous: the log-sum-exp of the scores of softmax attention, 0 in padding;
+                        NULL: not wanted. Without LLN attention, or in an Advance with outputs apart */
+    float *grad_lse; /* its gradient, or NULL; backward only */
 } Job;
 
 /* What a state keeps of its tokens (`lln.LLNState`); all tensors are contiguous. */

@@ -46,11 +46,11 @@ INLINE void step_columns(const int vectors, long D, long V, const float *before,
     for (int c = 0; c < vectors; c++) *(v8 *)(out + 8 * c) = sum[c];
 }
 
-/* exp(x - the largest) for `vector` floats, a multiple of LANES, in place; returns the sum. */
-INLINE float weigh_row(float *row, long vector) {
+/* exp(x - the largest) for `vector` floats, a multiple of LANES, in place; returns the sum and the largest. */
+INLINE float weigh_row(float *row, long vector, float *largest) {
     vf maximum = broadcast(2.f * ABSENT), sum = broadcast(0.f);
     for (long i = 0; i < vector; i += LANES) maximum = larger(maximum, load(row + i));
-    float top = largest_of(maximum);
+    float top = *largest = largest_of(maximum);
     for (long i = 0; i < vector; i += LANES) {
         vf e = exponential(load(row + i) - top);
         store(row + i, e);
@@ -98,13 +98,13 @@ INLINE const float *recent_row(const void *head, long type, long place, long wid
 /* Softmax attention of a token to its block or window: its own key and value, whose place is `here`, and those at the
    places before it, or at all others if a window is filled. */
 static void step_near(const Advance *a, long b, long group, const float *query, const float *key, const float *value,
-                      float *out) {
+                      float *out, float *lse) {
     const Job *job = &a->job;
     long D = a->near_width, V = job->value_width, C = job->block_size, head = b * job->key_heads + group;
     long here = a->before.count[b] % C, seen = job->is_window && a->before.count[b] >= C ? C : here + 1;
     const char *keys = (const char *)a->before.recent_key + head * C * D * bytes_of(job->type);
     const char *values = (const char *)a->before.recent_value + head * C * V * bytes_of(job->type);
-    float weights[MAX_BLOCK], spare[MAX_WIDTH], scale = 1.f / sqrtf(D);
+    float weights[MAX_BLOCK], spare[MAX_WIDTH], scale = 1.f / sqrtf(D), top;
     for (long j = 0; j < seen; j++) {
         const float *k = j == here ? key : recent_row(keys, job->type, j, D, spare);
         v8 sum = {0};
@@ -112,7 +112,8 @@ static void step_near(const Advance *a, long b, long group, const float *query, 
         weights[j] = (sum[0] + sum[4] + (sum[1] + sum[5]) + (sum[2] + sum[6] + (sum[3] + sum[7]))) * scale;
     }
     for (long j = seen; j < padded(seen); j++) weights[j] = ABSENT;
-    float share = 1.f / weigh_row(weights, padded(seen));
+    float total = weigh_row(weights, padded(seen), &top), share = 1.f / total;
+    *lse = top + logf(total);
     memset(out, 0, V * sizeof(float));
     for (long j = 0; j < seen; j++) {
         const float *v = j == here ? value : recent_row(values, job->type, j, V, spare);
@@ -141,7 +142,7 @@ static void step_head(const Advance *a, long b, long h) {
     long groups = job->heads / job->key_heads, group = h / groups;
     int kept = !job->keep_key || job->keep_key[b];
     float q[MAX_WIDTH], k[MAX_WIDTH], v[MAX_WIDTH], mass[MAX_WIDTH], share[MAX_WIDTH] = {0}, weight[MAX_WIDTH];
-    float far[MAX_WIDTH], near[MAX_WIDTH] = {0}, alpha, beta;
+    float far[MAX_WIDTH], near[MAX_WIDTH] = {0}, alpha, beta, top, lse = 0.f;
     read_tile(a->far_type, head_of(&job->query, a->far_type, b, h), 0, NULL, 0, 1, D, q, 0);
     read_tile(a->far_type, head_of(&job->key, a->far_type, b, group), 0, NULL, 0, 1, D, k, 0);
     read_tile(type, head_of(&job->value, type, b, group), 0, NULL, 0, 1, V, v, 0);
@@ -170,7 +171,7 @@ static void step_head(const Advance *a, long b, long h) {
     memcpy(a->after.mass + head * D, mass, D * sizeof(float));
     for (long i = 0; i < vector; i += LANES) store(weight + i, load(q + i) * alpha + load(mass + i));
     for (long i = D; i < vector; i++) weight[i] = 2.f * ABSENT;
-    float inverse = 1.f / weigh_row(weight, vector);
+    float inverse = 1.f / weigh_row(weight, vector, &top);
     for (long i = 0; i < vector; i += LANES) store(weight + i, load(weight + i) * inverse);
     const float *before = a->before.values + head * D * V;
     float *after = a->after.values + head * D * V;
@@ -182,8 +183,9 @@ static void step_head(const Advance *a, long b, long h) {
         if (kept) {
             read_tile(type, head_of(&a->near_query, type, b, h), 0, NULL, 0, 1, a->near_width, q, 0);
             read_tile(type, head_of(&a->near_key, type, b, group), 0, NULL, 0, 1, a->near_width, k, 0);
-            step_near(a, b, group, q, k, v, near);
+            step_near(a, b, group, q, k, v, near, &lse);
         }
+        if (job->near_lse) job->near_lse[head] = lse;
         if (h % groups == 0) renew_recent(a, b, group, NULL, 0, kept); /* nobody reads the place of the new token */
         if (!a->near.data)
             for (long i = 0; i < V; i += 8) *(v8 *)(far + i) = (*(v8 *)(far + i) + *(v8 *)(near + i)) * 0.5f;
