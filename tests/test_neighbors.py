@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lln
-from lln.neighbors import Past, log_far_mass, near_with_mass_ratio, next_log_far_mass
+from lln.neighbors import Past, log_far_mass, log_mean_exp, near_with_mass_ratio, next_log_far_mass
 
 TOKENS, HEADS, KEY_HEADS, WIDTH = 37, 4, 2, 8
 NEARS = ["window", "blocks"]
@@ -214,3 +214,58 @@ def test_no_tokens():
     empty = torch.zeros(2, HEADS, 0, WIDTH)
     _, ratio = near_with_mass_ratio(empty, empty, empty, near="window", block_size=4)
     assert ratio.shape == (2, HEADS, 0)
+
+
+def test_the_mean_of_exponentials_of_gaussian_scores():
+    """For keys of a known Gaussian the second order is all there is: a mean over many of them comes near it."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    key = draw(1, 2, 200_000, 6) @ draw(2, 6, 6) * 0.4 + draw(2, 1, 6)
+    query = draw(1, 4, 5, 6)
+    found = log_mean_exp(query, key)
+    scores = query @ key.repeat_interleave(2, dim=1).mT * 6**-0.5
+    expected = scores.logsumexp(dim=-1) - math.log(key.shape[2])
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.05)
+
+
+def test_padding_and_other_sequences_have_no_part_in_an_estimated_mass():
+    module = lln.LLNDiagAttention(HEADS, WIDTH, combine="mass", near="window", block_size=5, num_key_heads=KEY_HEADS)
+    query, key, value, _ = inputs()
+    alone = module(query[:1, :, :20], key[:1, :, :20], value[:1, :, :20])
+    kept = torch.arange(TOKENS) < torch.tensor([[20], [TOKENS]])
+    query, key, value = (x.masked_fill(~kept[:, None, :, None], math.nan).requires_grad_() for x in (query, key, value))
+    padded = module(query, key, value, key_padding_mask=kept)
+    torch.testing.assert_close(padded[:1, :, :20], alone)
+    padded.where(kept[:, None, :, None], 0.0).sum().backward()
+    assert all(x.grad.isfinite().all() for x in (query, key, value))
+    rows = [torch.cat((x[:1, :, :20], x[1:]), dim=2).detach() for x in (query, key, value)]
+    packed = module(*rows, cu_seqlens=torch.tensor([0, 20, 20 + TOKENS], dtype=torch.int32))
+    torch.testing.assert_close(packed[:, :, :20], alone)
+    torch.testing.assert_close(packed[:, :, 20:], padded[1:].detach())
+
+
+@pytest.mark.parametrize("near", NEARS)
+def test_an_estimated_mass_brings_gaussian_attention_next_to_softmax(near):
+    """The share by itself: with the far branch as it is, no constant share is nearer to softmax attention."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 400, 16, generator=generator) for _ in range(3))
+    softmax = torch.nn.functional.scaled_dot_product_attention(query * 2, key, value)
+    module = lln.LLNDiagAttention(2, 16, combine="mass", near=near, block_size=32, form="unbiased")
+    error = (module(query * 2, key, value) - softmax).square().mean()
+    for share in (0.02, 0.3, 0.5, 0.7, 0.9, 0.98):
+        constant = lln.LLNDiagAttention(2, 16, combine="ratio", share=share, near=near, block_size=32, form="unbiased")
+        with torch.no_grad():
+            assert error < (constant(query * 2, key, value) - softmax).square().mean()
+
+
+def test_an_estimated_mass_is_refused_where_it_cannot_be_measured():
+    module = lln.LLNDiagAttention(HEADS, WIDTH, combine="mass", num_key_heads=KEY_HEADS)
+    assert not list(module.parameters())
+    query, key, value, _ = inputs()
+    with pytest.raises(ValueError, match='causal attention takes "gate"'):
+        module(query, key, value, is_causal=True)
+    like = {"key_heads": KEY_HEADS, "value_dim": WIDTH, "dtype": torch.float32, "device": torch.device("cpu")}
+    assert module.init_state(1, **like) is None
+    with pytest.raises(ValueError, match='combine="mass" has no share to begin with'):
+        lln.LLNDiagAttention(HEADS, WIDTH, combine="mass", share=0.1)

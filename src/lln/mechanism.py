@@ -12,7 +12,7 @@ from lln.neighbors import Past, log_far_mass, near_with_mass_ratio, next_log_far
 from lln.problem import Near, TokenOptions
 from lln.state import LLNState
 
-Combine = Literal["average", "ratio", "gate", "scale"]
+Combine = Literal["average", "ratio", "gate", "mass", "scale"]
 Branches = Literal["both", "far", "near"]
 
 
@@ -66,6 +66,9 @@ class JoinedBranches(nn.Module):
       from g = 0. Near is the sum of softmax attention's weights before they are normalised over the neighbours, far the
       sum of the weights that keys have for all queries alike over the other tokens that the query may see, or else
       their number: `lln.neighbors`. Where nothing is far, the output is that of softmax attention;
+    - `combine="mass"`: nothing is learned. The share of LLN for each query is sigmoid(ln(far / near)_i) with an
+      estimate of ln far from the mean and covariance of the keys (`lln.neighbors.log_mean_exp`): the part of softmax
+      attention's weight that lies far away, if scores are Gaussian. Not for causal attention;
     - `combine="scale"`: a learned factor for each branch, head and value feature.
 
     `share` is what LLN has at first where it is learned.
@@ -78,8 +81,8 @@ class JoinedBranches(nn.Module):
         check_choice("combine", combine, get_args(Combine))
         if not 0.0 < share < 1.0:
             raise ValueError(f"share must be between 0 and 1, got {share}")
-        if combine == "average" and share != 0.5:
-            raise ValueError(f'an average has a share of 0.5, got {share}; use combine="ratio" or "scale"')
+        if combine in ("average", "mass") and share != 0.5:
+            raise ValueError(f'combine="{combine}" has no share to begin with, got {share}; use combine="ratio"')
         self.combine: Combine = combine
         self.branches: Branches = "both"
         self.averages_branches = combine == "average"
@@ -103,10 +106,13 @@ class JoinedBranches(nn.Module):
         return self.far_scale.to(far.dtype) * far + self.near_scale.to(far.dtype) * near
 
     def far_share(self, query: Tensor, ratio: Tensor | None) -> Tensor | None:
-        """The learned share of the far branch, (1, H, 1, 1) or (B, H, N, 1), for the query (B, H, N, D).
+        """The share of the far branch, (1, H, 1, 1) or (B, H, N, 1), for the query (B, H, N, D).
 
         None where it is a half, or where features are scaled one by one.
         """
+        if self.combine == "mass":
+            assert ratio is not None
+            return ratio.to(query.dtype)[..., None].sigmoid()
         if self.combine not in ("ratio", "gate"):
             return None
         logit = self.ratio_logit.to(query.dtype)[None, :, None, None]
@@ -118,11 +124,15 @@ class JoinedBranches(nn.Module):
     def near_branch(
         self, query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[TokenOptions]
     ) -> tuple[Tensor, Tensor | None]:
-        """Softmax attention among neighbours, and for a gate ln(far / near) of each query, (B, H, N)."""
+        """Softmax attention among neighbours, and for a gate or a mass ln(far / near) of each query, (B, H, N)."""
         options: dict[str, Any] = {"near": self.near, "block_size": self.block_size, **tokens}
-        if self.combine != "gate":
-            return block_diagonal_attention(query, key, value, **options), None
-        return near_with_mass_ratio(query, key, value, self.key_weight(key), **options)
+        if self.combine == "gate":
+            return near_with_mass_ratio(query, key, value, self.key_weight(key), **options)
+        if self.combine == "mass":
+            if tokens.get("is_causal"):
+                raise ValueError('combine="mass" measures all keys of a sequence; causal attention takes "gate"')
+            return near_with_mass_ratio(query, key, value, from_moments=True, **options)
+        return block_diagonal_attention(query, key, value, **options), None
 
     def log_far_mass(self, key: Tensor, keep: Tensor | None, state: LLNState) -> Tensor | None:
         """ln(far) of the next tokens of a state, (B, H, N), before it is advanced; None: the branches have no gate.

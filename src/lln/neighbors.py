@@ -5,7 +5,8 @@ With scores s_ij = q_i . k_j / sqrt(D) and log-weights w_j of the keys, which al
     ln(far / near)_i  =  ln sum over far j of exp(w_j)  -  ln sum over near j of exp(s_ij)
 
 The sum over the near tokens is exact, and softmax attention among them has it already. That over the far tokens, which
-must take linear time, leaves out the part of a score that depends on the query: a learned gate adds it.
+must take linear time, leaves out the part of a score that depends on the query: a learned gate adds it, or the moments
+of the keys do, `log_mean_exp`.
 
 Shapes: B batch, H heads, a multiple of H_k key heads, N tokens, D features of a head, V value width, C block size.
 """
@@ -18,7 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lln import backends
-from lln.masks import front_order, read_padding
+from lln.backends.torch.summary import repeat_heads
+from lln.forms import token_mean
+from lln.masks import blank, front_order, read_padding
 from lln.packed import packed_outputs
 from lln.precision import accumulator, in_full_precision, sum_dtype
 from lln.problem import Near, Problem, autocast_like_sdpa
@@ -40,6 +43,7 @@ def near_with_mass_ratio(
     *,
     near: Near,
     block_size: int,
+    from_moments: bool = False,
     is_causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -51,6 +55,7 @@ def near_with_mass_ratio(
     Args:
         query, key, value: (B, H, N, D), (B, H_k, N, D) and (B, H_k, N, V).
         key_weight: log-weights (B, H, N) of the keys; left out, 0.
+        from_moments: add to ln(far) the part of it that depends on the query, `log_mean_exp`.
         near, block_size, is_causal, key_padding_mask, cu_seqlens: as in `lln.block_diagonal_attention`.
     """
     options: dict[str, Any] = {"near": near, "block_size": block_size, "is_causal": is_causal}
@@ -65,7 +70,10 @@ def near_with_mass_ratio(
         problem = Problem.make(query, key, value, far=False, key_padding_mask=key_padding_mask, **options)
         output, lse = backends.near_with_lse(problem)
         weight = lse.new_zeros(len(lse), 1, lse.shape[2]) if key_weight is None else key_weight
-        far = log_far_mass(weight, read_padding(key_padding_mask, key), **options)
+        keep = read_padding(key_padding_mask, key)
+        far = log_far_mass(weight, keep, **options)
+        if from_moments:
+            far = far + log_mean_exp(query, key, keep)
         return output, (far - lse)[..., None]
 
     def attend_all(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,6 +85,29 @@ def near_with_mass_ratio(
 
     output, ratio = autocast_like_sdpa(attend_all, query, key, value)
     return output, ratio[..., 0]
+
+
+@in_full_precision
+def log_mean_exp(query: Tensor, key: Tensor, keep: Tensor | None = None) -> Tensor:
+    """ln of the mean over the keys of exp(s_ij), (B, H, N), to second order: mean and half the variance of the scores.
+
+        q_i . m / sqrt(D)  +  q_i^T C q_i / (2 D)         m and C: mean and covariance of the keys
+
+    It is exact for Gaussian keys, and takes O(N D^2).
+
+    Args:
+        query, key: (B, H, N, D) and (B, H_k, N, D).
+        keep: (B, N) bool; what a token that is not kept gets means nothing.
+    """
+    dtype, scale = accumulator(query.dtype), query.shape[3] ** -0.5
+    query, key = (blank(x, keep).to(dtype) for x in (query, key))
+    mean = token_mean(key, keep)
+    rest = blank(key - mean[:, :, None], keep)
+    number = key.shape[2] if keep is None else keep.sum(dim=1).clamp(min=1)[:, None, None, None]
+    moments = torch.cat((mean[..., None], rest.mT @ rest / number), dim=3)  # (B, H_k, D, 1 + D)
+    products = query @ repeat_heads(moments, query.shape[1] // key.shape[1])
+    found: Tensor = products[..., 0] * scale + (products[..., 1:] * query).sum(dim=3) * (scale**2 / 2)
+    return found
 
 
 @in_full_precision

@@ -391,13 +391,19 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         far = self._far(query, key, value, tokens)
         if self.parallel is None:
             return self.join(far, *self.near_branch(query, key, value, **shared), query=query)
-        if self.combine == "gate":
-            raise ValueError('a gate needs the keys of neighbours that other processes hold; use combine="ratio"')
+        if self.combine in ("gate", "mass"):
+            raise ValueError(
+                f'combine="{self.combine}" needs keys that other processes hold; use combine="ratio" or "average"'
+            )
         softmax = self.parallel.block_diagonal_attention(query, key, value, **near, **shared)
         return self.join(far, softmax, query=query)
 
     def _near_options(self) -> dict[str, Any]:
         return {"block_size": self.block_size, "near": self.near}
+
+    def init_state(self, batch: int, **options: Any) -> LLNState | None:
+        # Shares that depend on all keys of a sequence are refused in causal attention.
+        return None if self.combine == "mass" else super().init_state(batch, **options)
 
     def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
         far = super().recorded_options(query, key)

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from lln.paper.jobs import ATTENTIONS, Job, title_of
+from lln.paper.jobs import ATTENTIONS, VARIANTS, Job, title_of
 from lln.paper.table1 import OF_THE_PAPER, PUBLISHED, TITLES, Published
 from lln.report.table import Table
 from lln.results import Result, chosen_results, machines, read_results
 
 MADE_BY = "lln reproduce mlm"
 TASKS = {task: TITLES[task] for task in OF_THE_PAPER}
-ROWS: dict[str, Published] = PUBLISHED | {"lln_diag_learned": (None, None, None, None, None)}
-PRETRAINED = ("softmax", "lln_diag_learned", "lln_diag", "lln", "elu", "performer", "nystrom", "cosformer")
+ROWS: dict[str, Published] = PUBLISHED | dict.fromkeys(VARIANTS, (None, None, None, None, None))
+PRETRAINED = ("softmax", *VARIANTS, "lln_diag", "lln", "elu", "performer", "nystrom", "cosformer")
 SECOND_SEED = ("softmax", "lln_diag_learned")
 
 
