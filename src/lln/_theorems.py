@@ -145,7 +145,7 @@ def check_theorem_3_2(rows: Tensor, temperature: float) -> Check:
 def check_theorem_3_4(rows: Tensor, temperature: float) -> Check:
     """The variance of a row (eq. 21) falls with tau (A.3): its derivative is -2 / (N tau²) sum p² (x - mu).
 
-    Strictly only if the row is not constant, where A.3 writes < 0 for a sum that lemma A.2 knows to be >= 0.
+    Strictly only if the row is not constant, where A.3 writes < 0 for a sum that is >= 0 by lemma A.2.
 
     Args:
         rows: x, (..., N).

@@ -29,8 +29,8 @@ from lln.problem import NEARS, Centers, Near, read_centers
 from lln.recurrence import Advance, Memory, Recurrence, check_memory, check_tokens, is_owner, read_weight
 from lln.repeats import signature_of
 
-# Options that are words; `to_dict` has their places in these lists.
-WORDS: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "form": FORMS}
+# Options that are strings; `to_dict` has their indices in these lists.
+CHOICES: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "form": FORMS}
 
 
 class StateOptions(TypedDict, total=False):
@@ -51,7 +51,7 @@ class LLNState:
     mass: Tensor  # (B, H, F) log of the summed exp(b), for each feature
     values: Tensor  # (B, H, F, V) the mean value that each feature points to
     count: Tensor  # (B,) kept tokens so far
-    query_sums: Tensor  # (B, H, 3) what alpha and beta need to know of all queries, see `moments.PrefixSums`
+    query_sums: Tensor  # (B, H, 3) what alpha and beta need of all queries, see `moments.PrefixSums`
     key_sums: Tensor  # (B, H, 3)
     alpha: Tensor | None = None  # given, or matched to the tokens so far
     beta: Tensor | None = None
@@ -120,8 +120,8 @@ class LLNState:
             >>> state.block_size
             32
         """
-        for name, word in (("matching", matching), ("near", near), ("form", form)):
-            check_choice(name, word, WORDS[name])
+        for name, choice in (("matching", matching), ("near", near), ("form", form)):
+            check_choice(name, choice, CHOICES[name])
         if near_dim is not None and block_size is None:
             raise ValueError(f"near_dim={near_dim} is for a state with neighbours; give block_size= too")
         if near != "blocks" and block_size is None:
@@ -273,7 +273,7 @@ class LLNState:
         mine, theirs = self.to_dict(), later.to_dict()
         if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
             raise ValueError(f"states of different shape cannot be merged: {_describe(mine)} and {_describe(theirs)}")
-        for name in ("alpha", "beta", *WORDS, "center_q", "center_k"):
+        for name in ("alpha", "beta", *CHOICES, "center_q", "center_k"):
             if name in mine:
                 check_values(
                     mine[name] == theirs[name], f"states with different {name} cannot be merged; give both the same"
@@ -284,7 +284,7 @@ class LLNState:
             assert later.recent_key is not None
             assert later.recent_value is not None
             size = recent_key.shape[2]
-            # The place of the later token t is t % C, and only the last C are asked for.
+            # The place of the later token t is t % C, and only the last C are read.
             places = torch.arange(size, device=self.count.device).expand(len(self.count), size)
             recent_key, recent_value = newest(
                 (recent_key, recent_value),
@@ -309,11 +309,11 @@ class LLNState:
 
     def to_dict(self) -> dict[str, Tensor]:
         """The state as tensors alone, for safetensors, a network or a cache."""
-        words = {
-            name: torch.tensor(words.index(getattr(self, name)), device=self.mass.device)
-            for name, words in WORDS.items()
+        choices = {
+            name: torch.tensor(choices.index(getattr(self, name)), device=self.mass.device)
+            for name, choices in CHOICES.items()
         }
-        return self._tensors() | words
+        return self._tensors() | choices
 
     @classmethod
     def from_dict(cls, tensors: dict[str, Tensor]) -> "LLNState":
@@ -325,7 +325,7 @@ class LLNState:
                 f"not the dict of an LLNState: missing {sorted(needed - tensors.keys())}, "
                 f"unknown {sorted(tensors.keys() - names)}"
             )
-        values: dict[str, Any] = {name: WORDS[name][int(x)] if name in WORDS else x for name, x in tensors.items()}
+        values: dict[str, Any] = {name: CHOICES[name][int(x)] if name in CHOICES else x for name, x in tensors.items()}
         return cls(**values)
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -283,7 +283,7 @@ def _pointers(memory: Memory) -> tuple[int, ...]:
 
 
 def _note_change(overwritten: list[Tensor]) -> None:
-    """Let autograd know that tensors were overwritten, so that it refuses to use what it saved of them."""
+    """Tell autograd that tensors were overwritten, so that it refuses to use what it saved of them."""
     if not overwritten[0].is_inference():
         increment_version(overwritten)
 

@@ -66,7 +66,7 @@ def newest(
 ) -> tuple[Tensor, Tensor]:
     """The recent tokens after `total` (B,) have come: of `recent`, or where they came after `count`, of `later`.
 
-    `place` (B, places) tells where in `later` to find the first token after `count`, the second, ...
+    `place` (B, places) is where in `later` the first token after `count` is, the second, ...
     """
     size = recent[0].shape[2]
     slot = torch.arange(size, device=count.device)

@@ -54,7 +54,7 @@ void share_keys(long rows, long vector, float beta, const float *weights, const 
                 Rows keys, float *tile, long row);
 
 /* Queries of padding that are not finite, or so large that they would not be once they are scaled, count as zeros, so
-   that 0 times NaN reaches no gradient: the tile as it is, or a copy of it in `spare` without them. `blanked` tells
+   that 0 times NaN reaches no gradient: the tile as it is, or a copy of it in `spare` without them. `blanked` says
    which rows those are. */
 Rows without_unusable_padding(const Job *job, const uint8_t *keep, long b, const int32_t *order, long first, long count,
                               Rows queries, float *spare, uint8_t *blanked);
