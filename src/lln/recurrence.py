@@ -52,9 +52,7 @@ class Advance(NamedTuple):
     """What a backend makes of it."""
 
     output: Tensor  # (B, H, N, V) LLN attention, or its mean with `near`
-    near: (
-        Tensor | None
-    )  # (B, H, N, V) softmax attention among neighbours, of separate outputs
+    near: Tensor | None  # (B, H, N, V) softmax attention among neighbours, of separate outputs
     memory: Memory
     near_lse: Tensor | None = None  # (B, H, N) with `near`: the log-sum-exp of its scores, 0 for tokens not kept
     is_owner: bool = False  # each tensor of `memory` is known to have its memory to itself
