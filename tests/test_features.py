@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lln
+from lln.backends.cpu import build_problem
 from lln.features import HeadFeatures, balanced_basis
 from lln.neighbors import near_with_mass_ratio
 
@@ -228,3 +229,26 @@ def test_a_state_gives_what_causal_attention_gives(form, dtype):
         expected = module(query, key, value, is_causal=True)
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(torch.cat(outputs, dim=2).to(dtype), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(build_problem() is not None, reason="no C compiler")
+@pytest.mark.parametrize("near", ["window", "blocks"])
+@pytest.mark.parametrize("tokens", [{}, {"is_causal": True}, {"key_padding_mask": torch.tensor([20, 37, 9])}], ids=str)
+def test_a_gated_layer_is_computed_by_the_c_code(near, tokens):
+    """Training, generation and packed sequences; in float32 as in plain torch."""
+    options = {"near": near, "block_size": 6, "combine": "gate"}
+    module = make(cls=lln.LLNDiagAttention, **options)
+    with torch.no_grad():
+        module.gate.normal_(generator=torch.Generator().manual_seed(0))
+    results = []
+    for backend in ("cpu", "torch"):
+        inputs = [x.float().requires_grad_() for x in heads()]
+        with lln.backends.use(backend):
+            output = module.float()(*inputs, **tokens)
+            results.append((output, *torch.autograd.grad(output.square().sum(), [*inputs, *module.parameters()])))
+    torch.testing.assert_close(*results, rtol=2e-3, atol=2e-4)
+    with lln.backends.use("cpu"):
+        row = [x[:1].float() for x in heads()]
+        packed = module(*row, cu_seqlens=torch.tensor([0, 20, 37], dtype=torch.int32))
+        parts = [module(*(x[:, :, part] for x in row)) for part in (slice(0, 20), slice(20, 37))]
+    torch.testing.assert_close(packed, torch.cat(parts, dim=2), rtol=1e-5, atol=1e-5)

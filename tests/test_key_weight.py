@@ -8,6 +8,7 @@ import torch
 import lln
 from helpers import FORMS, causal_or_full, compare, half_dtypes, new_forms, only_cpu, random_gradient, relative, run
 from lln import reference
+from lln.reference.inputs import allowed_pairs, normalise, repeat_heads
 
 ALPHA, BETA = 1.25, 0.75  # exact in all dtypes
 # What is added to a normal weight, and what it is multiplied with.
@@ -23,10 +24,10 @@ def weighted(query, key, value, weight, *, near=None, block_size=16, **options):
 
 def explicit(query, key, value, weight, *, near=None, block_size=16, key_padding_mask=None, is_causal=False):
     options = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
-    a, b = query * ALPHA, reference._heads(key, query) * BETA + weight[..., None]
-    allowed = reference._allowed(query, key, key_padding_mask, is_causal)
+    a, b = query * ALPHA, repeat_heads(key, query) * BETA + weight[..., None]
+    allowed = allowed_pairs(query, key, key_padding_mask, is_causal)
     scores = torch.logsumexp(a[:, :, :, None] + b[:, :, None], dim=-1)
-    far = reference._normalise(scores, allowed) @ reference._heads(value, query)
+    far = normalise(scores, allowed) @ repeat_heads(value, query)
     if near is None:
         return far
     return (
@@ -163,8 +164,8 @@ def test_forms_are_the_form_of_the_paper_with_weights(tokens, backend, form, is_
     means = reference.centers_of(*exact[:2], form=form, centers=means, is_causal=is_causal)
     a, b = reference.features(*exact[:2], ALPHA, BETA, form, means)
     scores = torch.logsumexp(a[:, :, :, None] + b[:, :, None], dim=-1)
-    allowed = reference._allowed(q, k, None, is_causal)
-    expected = reference._normalise(scores, allowed) @ reference._heads(exact[2], q)
+    allowed = allowed_pairs(q, k, None, is_causal)
+    expected = normalise(scores, allowed) @ repeat_heads(exact[2], q)
     m_q, m_k = (x[:, None] for x in centers) if centers else (0, 0)
     column = (m_q * k.repeat_interleave(2, dim=1)).sum(dim=-1) / 4
     weight = column - torch.logsumexp((k - m_k) * BETA, dim=-1).repeat_interleave(2, dim=1)

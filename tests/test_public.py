@@ -1,16 +1,20 @@
 """The public surface: names, README, what `import lln` needs, and that the project speaks of itself alone."""
 
 import ast
+import doctest
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import lln
+import lln.theory
 import lln.zoo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,10 +30,52 @@ def test_public_names_are_those_of_all():
 
 
 def test_reference_has_the_functions_signatures():
-    import inspect
-
     for name in ("lln_attention", "block_diagonal_attention", "lln_diag_attention", "match_moments"):
         assert inspect.signature(getattr(lln, name)) == inspect.signature(getattr(lln.reference, name)), name
+
+
+def documented():
+    """Public names of the core with what they stand for: functions, classes, and the methods of `LLNState`."""
+    for module in (lln, lln.reference, lln.theory):
+        yield from ((f"{module.__name__}.{name}", getattr(module, name)) for name in module.__all__)
+    for name in ("empty", "prefill", "step", "branches", "merge"):
+        yield f"lln.LLNState.{name}", getattr(lln.LLNState, name)
+
+
+TAKES_ANYTHING = {"lln.theory.spread"}
+CALLABLE = {name: x for name, x in documented() if inspect.isroutine(x)}
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_functions_say_what_they_take_return_and_refuse(name):
+    doc, parameters = inspect.getdoc(CALLABLE[name]), inspect.signature(CALLABLE[name]).parameters.values()
+    for section in ("Args:", "Returns:", "Example:", *(("Raises:",) if name not in TAKES_ANYTHING else ())):
+        assert section in doc, f"{name} has no {section}"
+    described = re.findall(r"[*\w]+", re.search(r"Args:\n(.*?)Returns:", doc, re.DOTALL)[1])
+    names = [x.name for x in parameters if x.name != "self" and x.kind is not x.VAR_KEYWORD]
+    missing = [x for x in names if x not in described and "**options" not in described]
+    assert not missing, f"{name} does not describe {missing}"
+
+
+def test_modules_say_what_they_take():
+    for module in (lln.LLNAttention, lln.LLNDiagAttention, lln.MultiheadAttention):
+        doc = inspect.getdoc(module)
+        missing = [x for x in inspect.signature(module).parameters if not re.search(rf"\b{x}\b", doc)]
+        assert not missing or "**options" in doc, f"{module.__name__} does not describe {missing}"
+        assert all(section in doc for section in ("Args:", "Raises:", "Example:")), module.__name__
+
+
+@pytest.mark.parametrize("name", [name for name, x in documented() if type(x).__name__ != "module"])
+def test_examples_of_docstrings_run(name):
+    example = dict(documented())[name]
+    finder = doctest.DocTestFinder(recurse=False)
+    tests = [x for x in finder.find(example, name, globs={"torch": torch, "lln": lln}) if x.examples]
+    assert tests or "Args:" not in (example.__doc__ or ""), f"{name} has no example"
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in tests:
+        report = []
+        runner.run(test, out=report.append)
+        assert not runner.failures, "".join(report)
 
 
 def test_the_core_needs_torch_alone():

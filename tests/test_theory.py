@@ -305,7 +305,7 @@ def test_scores_are_content_column_and_row(centers: str) -> None:
 def test_a_wrong_identity_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     decompose = theory.decompose_scores
     monkeypatch.setattr(
-        "lln._theorems.decompose_scores",
+        "lln._decomposition.decompose_scores",
         lambda *x: dataclasses.replace(decompose(*x), row=torch.zeros(20, 1, dtype=torch.float64)),
     )
     assert not theory.check_decomposition(normal(20, 8), normal(20, 8, seed=1) + 1).holds

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln import reference
-from lln.matching.curves import Form
-
 # Rounding of float64 in sums over a few thousand terms; both sides of an identity must agree to this.
 RELATIVE, ABSOLUTE = 1e-8, 1e-12
 # Numbers held at a time by what would need N M d of them: 32 MB.
@@ -51,24 +48,45 @@ class RatioCheck(Check):
     covariance: Tensor  # of ln numerator and ln denominator; claimed - 2 covariance = measured
 
 
-@dataclass(frozen=True)
-class ScoreParts:
-    """q_i . k_j / sqrt(d) as the sum of three parts that broadcast to (..., N, M); see `decompose_scores`."""
-
-    content: Tensor  # (..., N, M), (q_i - m_q) . (k_j - m_k) / sqrt(d)
-    column: Tensor  # (..., 1, M), m_q . k_j / sqrt(d): the same for every query
-    row: Tensor  # (..., N, 1), (q_i - m_q) . m_k / sqrt(d): the same for every key, so that softmax cancels it
-
-
 def check_lemma_a1(rows: Tensor, temperature: float) -> Check:
-    """Sum of p_i (x_i - mu) is 0, with mu the sum of p_i x_i, for rows x (..., N)."""
+    """Sum of p_i (x_i - mu) is 0, with mu the sum of p_i x_i, for rows x (..., N).
+
+    Args:
+        rows: x, (..., N).
+        temperature: tau.
+
+    Returns:
+        What is claimed, what was measured, and whether they agree, for each row.
+
+    Raises:
+        ValueError: rows that are not finite or empty, or a temperature that is not positive.
+
+    Example:
+        >>> bool(lln.theory.check_lemma_a1(torch.randn(5, 64), 0.7).holds.all())
+        True
+    """
     x, p, delta = _softmax(rows, temperature)
     measured = (p * delta).sum(dim=-1)
     return Check("sum p (x - mu) = 0", torch.zeros_like(measured), measured, measured.abs() <= ABSOLUTE * _size(x))
 
 
 def check_lemma_a2(rows: Tensor, temperature: float) -> Check:
-    """Sum of p_i² (x_i - mu) is at least 0 (up to rounding): 0 for a constant row, and for no other."""
+    """Sum of p_i² (x_i - mu) is at least 0 (up to rounding): 0 for a constant row, and for no other.
+
+    Args:
+        rows: x, (..., N).
+        temperature: tau.
+
+    Returns:
+        What is claimed, what was measured, and whether they agree, for each row.
+
+    Raises:
+        ValueError: rows that are not finite or empty, or a temperature that is not positive.
+
+    Example:
+        >>> bool(lln.theory.check_lemma_a2(torch.randn(5, 64), 0.7).holds.all())
+        True
+    """
     x, p, delta = _softmax(rows, temperature)
     measured = (p.square() * delta).sum(dim=-1)
     holds = measured >= -ABSOLUTE * _size(x)
@@ -76,10 +94,25 @@ def check_lemma_a2(rows: Tensor, temperature: float) -> Check:
 
 
 def check_lemma_a4(rows: Tensor, temperature: float) -> Check:
-    """Sum of p_i x_i² less mu² is the sum of p_i (x_i - mu)²."""
+    """Sum of p_i x_i² less mu² is the sum of p_i (x_i - mu)².
+
+    Args:
+        rows: x, (..., N).
+        temperature: tau.
+
+    Returns:
+        What is claimed, what was measured, and whether they agree, for each row.
+
+    Raises:
+        ValueError: rows that are not finite or empty, or a temperature that is not positive.
+
+    Example:
+        >>> bool(lln.theory.check_lemma_a4(torch.randn(5, 64), 0.7).holds.all())
+        True
+    """
     x, p, delta = _softmax(rows, temperature)
     claimed, measured = (p * delta.square()).sum(dim=-1), (p * x.square()).sum(dim=-1) - (p * x).sum(dim=-1).square()
-    return Check("sum p x² - mu² = sum p (x - mu)²", claimed, measured, _close(claimed, measured, _size(x) ** 2))
+    return Check("sum p x² - mu² = sum p (x - mu)²", claimed, measured, close(claimed, measured, _size(x) ** 2))
 
 
 def check_theorem_3_2(rows: Tensor, temperature: float) -> Check:
@@ -87,24 +120,52 @@ def check_theorem_3_2(rows: Tensor, temperature: float) -> Check:
 
     A.4.1 has no ln 2: it puts x / tau, in nats, for a logarithm to base 2, so its derivative is 0.693 of the one
     measured here (by autograd). The sign, and with it the theorem, is right; it is 0 for a constant row.
+
+    Args:
+        rows: x, (..., N).
+        temperature: tau.
+
+    Returns:
+        What is claimed, what was measured, and whether they agree, for each row.
+
+    Raises:
+        ValueError: rows that are not finite or empty, or a temperature that is not positive.
+
+    Example:
+        >>> bool(lln.theory.check_theorem_3_2(torch.randn(5, 64), 0.7).holds.all())
+        True
     """
     x, p, delta = _softmax(rows, temperature)
     claimed = (p * delta.square()).sum(dim=-1) / (temperature**3 * math.log(2))
     measured = _slope(lambda log_p: -(log_p.exp() * log_p).sum(dim=-1) / math.log(2), x, temperature)
-    holds = _close(claimed, measured, _size(x) ** 2 / temperature**3) & (claimed >= 0)
+    holds = close(claimed, measured, _size(x) ** 2 / temperature**3) & (claimed >= 0)
     return Check("dH/dtau > 0, or 0 if x is constant", claimed, measured, holds)
 
 
 def check_theorem_3_4(rows: Tensor, temperature: float) -> Check:
     """The variance of a row (eq. 21) falls with tau (A.3): its derivative is -2 / (N tau²) sum p² (x - mu).
 
-    Strictly only if the row is not constant, where A.3 writes < 0 for a sum that lemma A.2 knows to be >= 0.
+    Strictly only if the row is not constant, where A.3 writes < 0 for a sum that is >= 0 by lemma A.2.
+
+    Args:
+        rows: x, (..., N).
+        temperature: tau.
+
+    Returns:
+        What is claimed, what was measured, and whether they agree, for each row.
+
+    Raises:
+        ValueError: rows that are not finite or empty, or a temperature that is not positive.
+
+    Example:
+        >>> bool(lln.theory.check_theorem_3_4(torch.randn(5, 64), 0.7).holds.all())
+        True
     """
     x, p, delta = _softmax(rows, temperature)
     claimed = -2 / (x.shape[-1] * temperature**2) * (p.square() * delta).sum(dim=-1)
     measured = _slope(lambda log_p: log_p.exp().var(dim=-1, correction=0), x, temperature)
     size = _size(x) / temperature**2
-    holds = _close(claimed, measured, size) & (claimed <= ABSOLUTE * size)
+    holds = close(claimed, measured, size) & (claimed <= ABSOLUTE * size)
     return Check("dVar/dtau < 0, or 0 if x is constant", claimed, measured, holds)
 
 
@@ -120,6 +181,20 @@ def check_theorem_3_3(matrix: Tensor) -> GapCheck:
     Measured on softmax attention with N = 128 and 512, d = 16 and 64, score variance 0.1 to 9: with independent queries
     and keys |lambda_2| is 0.14 to 0.55 of the singular value, so that |lambda_2|² is 2 to 31 % of the variance; with
     query = key it is 0.998 or more of it for d = 64 and 0.72 to 1 for d = 16.
+
+    Args:
+        matrix: P, (..., N, N), with rows that sum to 1.
+
+    Returns:
+        Both sides of the theorem, and what the proof does show.
+
+    Raises:
+        ValueError: a matrix that is not square or not stochastic.
+
+    Example:
+        >>> check = lln.theory.check_theorem_3_3(torch.softmax(torch.randn(32, 32), dim=-1))
+        >>> bool(check.holds), bool(check.bounded)
+        (False, True)
     """
     P = _stochastic(matrix)
     centred = P - P.mean(dim=-2, keepdim=True)
@@ -134,7 +209,7 @@ def check_theorem_3_3(matrix: Tensor) -> GapCheck:
         "lambda_2² = variance along the major principal component",
         claimed,
         measured,
-        _close(claimed, measured, 1.0),
+        close(claimed, measured, 1.0),
         bounded=measured <= claimed * (1 + RELATIVE) + ABSOLUTE,
         along_eigenvector=along,
         departure=departure,
@@ -147,8 +222,24 @@ def check_equation_32(query: Tensor, key: Tensor, *, alpha: float = 1.0, beta: f
 
     Numerator and denominator share the query. Measured on Gaussian input with N = 1024 and d = 64, the sum is 2.3 times
     Var(ln P) at s² = 1, 1.7 times at 4 and 1.46 times at 20: the covariance is about the denominator's variance.
+
+    Args:
+        query: (..., N, d).
+        key: (..., M, d).
+        alpha, beta: the scales.
+
+    Returns:
+        Both sides of the equation, and the covariance that it leaves out.
+
+    Raises:
+        ValueError: tokens that are not finite or do not belong together.
+
+    Example:
+        >>> check = lln.theory.check_equation_32(torch.randn(64, 16), torch.randn(64, 16))
+        >>> bool(check.holds), bool(check.covariance > 0)
+        (False, True)
     """
-    query, key = _finite_tokens(query, key)
+    query, key = finite_tokens(query, key)
     a, b = positive("alpha", alpha) * query, positive("beta", beta) * key
     # All triples of query, key and feature, where a product of exponentials would underflow; some rows at a time.
     parts = torch.split(a, max(1, TRIPLES // max(1, b.numel())), dim=-2)
@@ -160,91 +251,31 @@ def check_equation_32(query: Tensor, key: Tensor, *, alpha: float = 1.0, beta: f
         "Var(ln P) = Var(ln numerator) + Var(ln denominator)",
         claimed,
         measured,
-        _close(claimed, measured, 0.0),
+        close(claimed, measured, 0.0),
         numerator=numerator,
         denominator=denominator,
         covariance=(claimed - measured) / 2,
     )
 
 
-def decompose_scores(query: Tensor, key: Tensor, query_center: Tensor, key_center: Tensor) -> ScoreParts:
-    """The scores of query (..., N, d) and key (..., M, d) around any two centres (..., d):
-
-        q_i . k_j = (q_i - m_q) . (k_j - m_k) + m_q . k_j + (q_i - m_q) . m_k
-
-    Only the content depends on both i and j: `form="decomposed"` approximates that and has the column exactly.
-    """
-    query, key = _finite_tokens(query, key)
-    m_q, m_k = (
-        _center(name, x, tokens)
-        for name, x, tokens in (("query_center", query_center, query), ("key_center", key_center, key))
-    )
-    dq, dk, scale = query - m_q, key - m_k, math.sqrt(query.shape[-1])
-    return ScoreParts(dq @ dk.mT / scale, m_q @ key.mT / scale, dq @ m_k.mT / scale)
-
-
-@torch.no_grad()
-def check_decomposition(
-    query: Tensor, key: Tensor, *, query_center: Tensor | None = None, key_center: Tensor | None = None
-) -> Check:
-    """The three parts of `decompose_scores` sum up to q_i . k_j / sqrt(d), for any centres; by default the means.
-
-    Measured in float64: to rounding, also around centres that are far from the means.
-    """
-    query, key = _finite_tokens(query, key)
-    m_q = query.mean(dim=-2) if query_center is None else query_center
-    m_k = key.mean(dim=-2) if key_center is None else key_center
-    parts = decompose_scores(query, key, m_q, m_k)
-    claimed = parts.content + parts.column + parts.row
-    measured = query @ key.mT / math.sqrt(query.shape[-1])
-    size = max(part.abs().max().item() for part in (parts.content, parts.column, parts.row))
-    holds = _close(claimed, measured, size).all(dim=-1).all(dim=-1)
-    return Check("q . k = (q - m_q) . (k - m_k) + m_q . k + (q - m_q) . m_k", claimed, measured, holds)
-
-
-@torch.no_grad()
-def check_key_shift(query: Tensor, key: Tensor, shift: Tensor, *, form: Form = "decomposed") -> Check:
-    """A vector added to all keys changes nothing, as in softmax attention, where it adds q_i . shift to a whole row.
-
-    Compared are the matched matrices of `lln.reference` for query (..., N, d), key (..., M, d) and shift (d,) or
-    (..., d). It holds for `form="decomposed"`: the centres move with the keys, and the column weight m_q . shift is the
-    same for all keys. In the other forms it holds for a shift by the same number in all features only.
-    """
-    query, key = _finite_tokens(query, key)
-    moved = key + _center("shift", shift, key)
-
-    def matrix(keys: Tensor) -> Tensor:
-        inputs = (x.reshape(-1, 1, *x.shape[-2:]) for x in (query, keys))
-        return reference.attention_matrix(*inputs, form=form).reshape(*query.shape[:-1], keys.shape[-2])
-
-    claimed, measured = matrix(key), matrix(moved)
-    size = 1 + moved.abs().max().item()  # k + shift is rounded, and with it the weights
-    holds = ((claimed - measured).abs() <= ABSOLUTE * size).all(dim=-1).all(dim=-1)
-    return Check("P(q, k + shift) = P(q, k)", claimed, measured, holds)
-
-
-def _finite_tokens(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def finite_tokens(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Query (..., N, d) and key (..., M, d) in float64."""
     for name, x in (("query", query), ("key", key)):
         if x.dim() < 2 or not x.is_floating_point() or not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be a finite floating point tensor (..., tokens, features), got {_what(x)}")
+            raise ValueError(
+                f"{name} must be a finite floating point tensor (..., tokens, features), got {described(x)}"
+            )
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must have the same number of features, got {_what(query)} and {_what(key)}")
+        raise ValueError(
+            f"query and key must have the same number of features, got {described(query)} and {described(key)}"
+        )
     return query.double(), key.double()
-
-
-def _center(name: str, center: Tensor, tokens: Tensor) -> Tensor:
-    """A vector (..., d) for tokens (..., N, d) as (..., 1, d) in float64."""
-    features = tokens.shape[-1]
-    if not isinstance(center, Tensor) or not center.is_floating_point() or center.shape[-1:] != (features,):
-        raise ValueError(f"{name} must be a floating point tensor (..., {features}), got {_what(center)}")
-    return center.double()[..., None, :]
 
 
 def _softmax(rows: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Rows x in float64, p = softmax(x / tau) and x - mu."""
     if not isinstance(rows, Tensor) or not rows.is_floating_point() or rows.dim() == 0 or rows.shape[-1] == 0:
-        raise ValueError(f"rows must be a floating point tensor (..., N) with N >= 1, got {_what(rows)}")
+        raise ValueError(f"rows must be a floating point tensor (..., N) with N >= 1, got {described(rows)}")
     if not bool(rows.isfinite().all()):
         raise ValueError("rows must be finite: leave masked scores out instead of giving -inf")
     x = rows.detach().double()
@@ -267,14 +298,14 @@ def _stochastic(matrix: Tensor) -> Tensor:
         or matrix.shape[-1] != matrix.shape[-2]
         or matrix.shape[-1] < 2
     ):
-        raise ValueError(f"matrix must be square, (..., N, N) with N >= 2, got {_what(matrix)}")
+        raise ValueError(f"matrix must be square, (..., N, N) with N >= 2, got {described(matrix)}")
     P = matrix.detach().double()
     if not bool((P >= 0).all()) or not bool(((P.sum(dim=-1) - 1).abs() < 1e-5).all()):
         raise ValueError("matrix must be stochastic: no negative or NaN entry, and rows divided by their sums")
     return P
 
 
-def _close(claimed: Tensor, measured: Tensor, size: Tensor | float) -> Tensor:
+def close(claimed: Tensor, measured: Tensor, size: Tensor | float) -> Tensor:
     return (claimed - measured).abs() <= RELATIVE * claimed.abs() + ABSOLUTE * size
 
 
@@ -294,5 +325,5 @@ def count(name: str, value: int) -> int:
     return value
 
 
-def _what(x: object) -> str:
+def described(x: object) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -1,4 +1,4 @@
-"""What is refused, and what to do instead: every function of the core checks its input here, in the same words."""
+"""What is refused, and what to do instead: every function of the core checks its input here, with the same messages."""
 
 import math
 from typing import Any
@@ -122,8 +122,8 @@ def check_values(condition: Tensor, message: str, shown: Tensor | None = None) -
         raise ValueError(message if shown is None or shown.numel() > 16 else f"{message}, got {shown.tolist()}")
 
 
-def known(flag: Tensor) -> bool:
-    """Whether a flag can be read now and for free, for shortcuts that do not change the result.
+def is_readable(flag: Tensor) -> bool:
+    """Whether the value of a flag can be read now and for free, for shortcuts that do not change the result.
 
     Not while compiling, tracing or under torch.func, nor on another device. Use `check_values` for what must hold.
     """
@@ -136,7 +136,7 @@ def known(flag: Tensor) -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether torch.jit.trace, make_fx or another dispatch mode wants to see every operation, which C code hides."""
+    """Whether torch.jit.trace, make_fx or another dispatch mode records every operation, which C code hides."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0

@@ -53,6 +53,8 @@ def lln_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Q
         key: (B, H_k, M, D).
         value: (B, H_k, M, Dv).
         key_padding_mask: (B, M) bool with True = keep, or (B,) lengths.
+        cu_seqlens: where packed sequences start and the last ends, for a batch of 1: (sequences + 1,) int32, see
+            `lln.packed`.
         query_padding_mask: which queries count in the statistics; by default, when N = M, those of `key_padding_mask`.
         is_causal: query i sees the keys up to i, and so do its statistics; needs N = M.
         alpha, beta: positive numbers, or tensors of shape (), (H,), (B, H) or (B, H, tokens), which may require
@@ -71,15 +73,36 @@ def lln_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Q
 
     Raises:
         TypeError, ValueError: what cannot be honoured, with what to use instead.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 8, 100, 64)
+        >>> lln.lln_attention(query, key, value, key_padding_mask=torch.tensor([100, 60])).shape
+        torch.Size([2, 8, 100, 64])
     """
     return _attend(query, key, value, True, None, options)
 
 
 @with_signature(NearOptions)
 def block_diagonal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[NearOptions]) -> Tensor:
-    """Softmax attention inside consecutive blocks of `block_size` kept tokens; N = M, and N may be any number.
+    """Softmax attention inside consecutive blocks of `block_size` kept tokens, or in a window around each token.
 
-    With `is_causal=True` a query sees the keys of its block up to its own. Other options as in `lln_attention`.
+    Args:
+        query, key, value, key_padding_mask, cu_seqlens: as in `lln_attention`, with N = M, which may be any number.
+        is_causal: a query sees no key after its own.
+        block_size: tokens of a block or of a window.
+        near: "blocks": a query sees the keys of its block; "window": the `block_size` kept tokens around it, its own
+            included, with `is_causal=True` the last `block_size`.
+
+    Returns:
+        (B, H, N, Dv) in the dtype of the input; zeros for a token that is not kept.
+
+    Raises:
+        TypeError, ValueError: as `lln_attention`.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 8, 100, 64)
+        >>> lln.block_diagonal_attention(query, key, value, near="window", block_size=32).shape
+        torch.Size([2, 8, 100, 64])
     """
     return _attend(query, key, value, False, "blocks", options)
 
@@ -87,7 +110,22 @@ def block_diagonal_attention(query: Tensor, key: Tensor, value: Tensor, **option
 @with_signature(Options)
 def lln_diag_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Tensor:
     """The paper's layer (figure 3): the average of LLN attention, for what is far, and block-diagonal attention, for
-    what is near. Options as in `lln_attention` and `block_diagonal_attention`; needs N = M.
+    what is near.
+
+    Args:
+        query, key, value: as in `lln_attention`, with N = M.
+        **options: those of `lln_attention` but `query_padding_mask`, and those of `block_diagonal_attention`.
+
+    Returns:
+        (B, H, N, Dv) in the dtype of the input.
+
+    Raises:
+        TypeError, ValueError: as `lln_attention`.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 8, 100, 64)
+        >>> lln.lln_diag_attention(query, key, value, is_causal=True, block_size=32).shape
+        torch.Size([2, 8, 100, 64])
     """
     check_choice("near", options.get("near", "blocks"), NEARS)  # None would leave LLN attention alone
     return _attend(query, key, value, True, "blocks", options)
@@ -106,6 +144,17 @@ def attention_matrix(
         kind: "lln", "lln_diag", "block_diagonal" or "softmax".
         block_size: of the blocks, if the kind has them; 64 by default.
         **options: those of the attention.
+
+    Returns:
+        (B, H, N, M) in the dtype of the input; rows sum to 1.
+
+    Raises:
+        TypeError, ValueError: as `lln_attention`, and for options that the kind does not have.
+
+    Example:
+        >>> query, key = torch.randn(2, 1, 4, 50, 16)
+        >>> lln.attention_matrix(query, key, kind="softmax").sum(dim=-1).allclose(torch.ones(1, 4, 50))
+        True
     """
     check_choice("kind", kind, KINDS)
     check_inputs(query, key)
@@ -154,6 +203,16 @@ def match_moments(
     Returns:
         Two (B, H) tensors, or (B, H, N) with `is_causal=True`: the alpha of each query and the beta of each key, from
         the tokens up to it. They are constants to autograd.
+
+    Raises:
+        TypeError, ValueError: as `lln_attention`.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 8, 100, 64)
+        >>> alpha, beta = lln.match_moments(query, key)
+        >>> output = lln.lln_attention(query, key, value, alpha=alpha, beta=beta)
+        >>> output.allclose(lln.lln_attention(query, key, value), atol=1e-5)
+        True
     """
     problem = Problem.make(
         query,

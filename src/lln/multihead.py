@@ -29,6 +29,21 @@ class MultiheadAttention(nn.MultiheadAttention):
     - `need_weights=True` (torch's default) makes that matrix for the occasion, in O(N²) memory: pass False;
     - `dropout` drops value rows, for all queries of a head alike, instead of single attention weights;
     - `add_bias_kv` and `add_zero_attn` are refused.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            torch.nn.MultiheadAttention.
+        attention: "lln_diag" or "lln".
+        **options: of `LLNDiagAttention` or `LLNAttention`.
+
+    Raises:
+        TypeError, ValueError: options that cannot be honoured or do not fit each other.
+
+    Example:
+        >>> layer = lln.MultiheadAttention(64, 4, batch_first=True, near="window", block_size=32)
+        >>> x = torch.randn(2, 100, 64)
+        >>> layer(x, x, x, need_weights=False)[0].shape
+        torch.Size([2, 100, 64])
     """
 
     def __init__(
@@ -82,7 +97,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         query_padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Inputs (N, B, E), or (B, N, E) with `batch_first`, or (N, E); outputs alike, and the weights if asked for."""
+        """The attention of query over key and value, as torch.nn.MultiheadAttention.
+
+        Args:
+            query, key, value: (N, B, E), or (B, N, E) with `batch_first`, or (N, E).
+            key_padding_mask, query_padding_mask: (B, tokens) or (tokens,), True = ignore.
+            need_weights, average_attn_weights: return the attention matrix, too, of all heads or their mean.
+            attn_mask, is_causal: a causal mask, or that there is one.
+
+        Returns:
+            The output in the layout of the query, and the attention matrix or None.
+
+        Raises:
+            TypeError, ValueError: masks that cannot be honoured, with what to use instead.
+        """
         if query.is_nested:  # what nn.TransformerEncoder makes of a padded batch in evaluation
             return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
         batched = query.dim() == 3

@@ -10,50 +10,55 @@ from lln import functional
 from lln.backends.torch.summary import repeat_heads
 from lln.checks import check_at_least, check_block_size, check_choice, check_scale
 from lln.features import HeadFeatures
-from lln.forms import token_mean
 from lln.masks import read_paddings
 from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
-from lln.matching.moments import SCOPES, Moments, Scope, measure_moments
-from lln.mechanism import Combine, JoinedBranches, Mechanism
+from lln.matching.moments import SCOPES, Moments, Scope
+from lln.mechanism import Combine, JoinedBranches
 from lln.precision import accumulator
 from lln.problem import NEARS, Centers, Near, QueryOptions
+from lln.running import RunningAverages
 from lln.state import LLNState
 
 Statistics = Literal["live", "running", "learned"]
-RUNNING = ("sigma_q", "sigma_k", "row_variance", "num_keys")
-CENTERS = ("center_q", "center_k")
 
 
-class LLNAttention(Mechanism):
+class LLNAttention(RunningAverages):
     """Linear Log-Normal attention with its settings, see `lln.lln_attention`.
 
     Where alpha and beta come from, unless they are given:
 
     - `statistics="live"`: from the moments of each input, in training and evaluation alike;
     - `statistics="running"`: as BatchNorm, from each input while training, when moving averages of the moments of each
-      head are kept (`momentum`), and from those averages in evaluation. A sequence is then encoded with the same alpha
-      and beta however it is split, and generation needs no statistics. Before the first training step the averages are
-      those of a standard Gaussian. Under data parallelism each process keeps its own, as BatchNorm's do.
-
+      head are kept, and from those averages in evaluation. A sequence is then encoded with the same alpha and beta
+      however it is split, and generation needs no statistics. Before the first training step the averages are those of
+      a standard Gaussian. Under data parallelism each process keeps its own, as BatchNorm's do.
     - `statistics="learned"`: from none. Scales and centres of each head are parameters, and with `projection` so are
-      the features that queries and keys are mapped to, `feature_dim` of them (by default `head_dim`), with `signed`
-      each of them and its negative: see `lln.features`. `lln.linearize` finds them for a pretrained model.
+      the features that queries and keys are mapped to: see `lln.features`. `lln.linearize` finds them for a pretrained
+      model.
 
-    `form="decomposed"` has centres too: means of each sample, or with `statistics="running"` moving averages of them in
-    evaluation, and in causal attention always. `num_key_heads` is then needed where there are fewer key heads.
+    Args:
+        num_heads, head_dim: H and D.
+        matching, scope, form, alpha, beta: as in `lln.lln_attention`; alpha and beta are numbers. `form="decomposed"`
+            has centres too: means of each sample, or with `statistics="running"` moving averages of them in evaluation,
+            and in causal attention always.
+        statistics: see above.
+        momentum: the share of a new batch in the averages.
+        num_key_heads: H_k, by default H; needed for centres and learned features where there are fewer key heads.
+        projection, feature_dim: learned maps to that many features, D by default.
+        signed: each learned feature and its negative.
+
+    Raises:
+        TypeError, ValueError: options that do not fit each other.
+
+    Example:
+        >>> attention = lln.LLNAttention(8, 64, statistics="running")
+        >>> attention(*torch.randn(3, 2, 8, 100, 64), is_causal=True).shape
+        torch.Size([2, 8, 100, 64])
     """
 
     takes_grouped_heads = True
     # What attends where several processes hold parts of each sequence: set by `lln.distributed.parallelize`.
     parallel: Any = None
-
-    sigma_q: Tensor
-    sigma_k: Tensor
-    row_variance: Tensor
-    num_keys: Tensor
-    center_q: Tensor
-    center_k: Tensor
-    num_batches_tracked: Tensor
 
     def __init__(
         self,
@@ -113,13 +118,7 @@ class LLNAttention(Mechanism):
             }
             self.features = HeadFeatures(num_heads, head_dim, num_key_heads=num_key_heads, **options)
         if statistics == "running":
-            for name in RUNNING:
-                self.register_buffer(name, torch.ones(num_heads))
-            self.num_keys.fill_(1024.0)
-            if form == "decomposed":
-                self.register_buffer("center_q", torch.zeros(num_heads, head_dim))
-                self.register_buffer("center_k", torch.zeros(num_key_heads, head_dim))
-            self.register_buffer("num_batches_tracked", torch.tensor(0))
+            self._register_averages()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[QueryOptions]) -> Tensor:
         """The attention of query (B, H, N, D) over key and value, (B, H, N, Dv).
@@ -127,6 +126,9 @@ class LLNAttention(Mechanism):
         Args:
             query, key, value: as in `lln.lln_attention`.
             **tokens: `key_padding_mask`, `query_padding_mask`, `cu_seqlens` and `is_causal`.
+
+        Raises:
+            TypeError, ValueError: as `lln.lln_attention`, and tokens of other heads than those of the module.
         """
         return self._far(query, key, value, tokens)
 
@@ -226,40 +228,6 @@ class LLNAttention(Mechanism):
             return None
         return self.center_q, self.center_k
 
-    def _track(self, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
-        weight = torch.where(self.num_batches_tracked == 0, 1.0, self.momentum)
-        query, key = query.detach(), key.detach()
-        keep_query, keep_key = read_paddings(query, key, key_mask, query_mask)
-        if self.form == "decomposed":
-            for name, x, keep in zip(CENTERS, (query, key), (keep_query, keep_key), strict=True):
-                mean = token_mean(x, keep)
-                real = torch.ones_like(mean[:, :1, :1]) if keep is None else keep.any(dim=1).to(mean)[:, None, None]
-                new = (mean * real).sum(dim=0) / real.sum(dim=0).clamp(min=1)
-                self._update(name, new, real.any(), weight)
-            query, key = (x - token_mean(x, keep)[:, :, None] for x, keep in ((query, keep_query), (key, keep_key)))
-        moments = measure_moments(
-            query, key, scope=self.scope, key_padding_mask=keep_key, query_padding_mask=keep_query
-        )
-        real = (moments.num_keys > 0).expand_as(moments.sigma_q)  # a sample without kept tokens says nothing
-        for name in RUNNING:
-            values = getattr(moments, name).expand_as(moments.sigma_q)
-            new = values.where(real, 0.0).sum(dim=0) / real.sum(dim=0).clamp(min=1)
-            self._update(name, new, real.any(dim=0), weight)
-        self.num_batches_tracked.add_(1)
-
-    def _update(self, name: str, new: Tensor, real: Tensor, weight: Tensor) -> None:
-        average = getattr(self, name)
-        average.lerp_(torch.where(real, new.to(average.dtype), average), weight.to(average.dtype))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LLNAttention":
-        """Moves as any module, but keeps the running averages in float32, because a variance overflows float16."""
-        before = {name: getattr(self, name) for name in (*RUNNING, *CENTERS) if name in self._buffers}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, average in before.items():
-            moved = getattr(self, name)
-            self._buffers[name] = average.to(moved.device, torch.promote_types(moved.dtype, torch.float32))
-        return self
-
     def init_state(
         self, batch: int, *, key_heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
     ) -> LLNState | None:
@@ -332,9 +300,19 @@ class LLNAttention(Mechanism):
 class LLNDiagAttention(JoinedBranches, LLNAttention):
     """LLN attention for what is far and softmax attention among neighbours for what is near (figure 3).
 
-    The neighbours are those of a block or of a sliding window: `near` and `block_size`, see
-    `lln.block_diagonal_attention`. `combine` and `share` say how the two are put together, see `JoinedBranches`;
-    `combine="scale"` needs `value_dim` where it is not `head_dim`. Other options are those of `LLNAttention`.
+    Args:
+        num_heads, head_dim, **options: those of `LLNAttention`.
+        near, block_size: where the neighbours of a token are, see `lln.block_diagonal_attention`.
+        combine, share: how the two are put together, see `lln.mechanism.JoinedBranches`.
+        value_dim: for `combine="scale"`, where it is not `head_dim`.
+
+    Raises:
+        TypeError, ValueError: options that do not fit each other.
+
+    Example:
+        >>> attention = lln.LLNDiagAttention(8, 64, near="window", combine="gate")
+        >>> attention(*torch.randn(3, 2, 8, 100, 64)).shape
+        torch.Size([2, 8, 100, 64])
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.checks import check_inputs
+from lln.checks import check_inputs, is_recorded
 from lln.matching.curves import Form, Matching
 from lln.precision import accumulator
 from lln.problem import Centers, Near
@@ -52,10 +52,56 @@ class Advance(NamedTuple):
     """What a backend makes of it."""
 
     output: Tensor  # (B, H, N, V) LLN attention, or its mean with `near`
-    near: Tensor | None  # (B, H, N, V) softmax attention among neighbours, if it was asked for apart
+    near: Tensor | None  # (B, H, N, V) softmax attention among neighbours, of separate outputs
     memory: Memory
     near_lse: Tensor | None = None  # (B, H, N) with `near`: the log-sum-exp of its scores, 0 for tokens not kept
     is_owner: bool = False  # each tensor of `memory` is known to have its memory to itself
+
+
+def check_memory(
+    memory: Memory,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    centers: tuple[Tensor | None, Tensor | None],
+    *,
+    form: Form,
+) -> None:
+    """Refuse tensors that do not belong to one state: C code reads them without a further check."""
+    values, recent_key, recent_value = memory.values, memory.recent_key, memory.recent_value
+    batch, heads, head_dim, value_dim = values.shape if values.dim() == 4 else (-1, -1, -1, -1)
+    expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("mass", memory.mass, (batch, heads, head_dim)),
+        ("values", values, (batch, heads, head_dim, value_dim)),
+        ("count", memory.num_tokens, (batch,)),
+        ("query_sums", memory.query_sums, (batch, heads, 3)),
+        ("key_sums", memory.key_sums, (batch, heads, 3)),
+        ("alpha", alpha, (batch, heads)),
+        ("beta", beta, (batch, heads)),
+        ("center_q", centers[0], (batch, heads, head_dim)),
+    ]
+    if recent_key is not None:
+        recent = (batch, *recent_key.shape[1:3])
+        expected.append(("recent_key", recent_key, (*recent, recent_key.shape[-1])))
+        expected.append(("recent_value", recent_value, (*recent, value_dim)))
+    if centers[1] is not None:
+        expected.append(("center_k", centers[1], (batch, centers[1].shape[1], head_dim)))
+    for name, x, shape in expected:
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} of a state must be {shape}, got {tuple(x.shape)}")
+    if (recent_key is None) != (recent_value is None):
+        raise ValueError("a state has recent keys and recent values, or neither")
+    if {x is None for x in centers} != {form != "decomposed"}:
+        raise ValueError(f'a state of form="decomposed" has two centres and others have none, got {form!r}')
+
+
+def is_owner(x: Tensor, others: set[int]) -> bool:
+    """Whether a tensor has all of its memory to itself; `others` are the addresses of those seen so far."""
+    if torch.compiler.is_compiling() or is_recorded() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False  # there are no addresses to compare
+    storage = x.untyped_storage()
+    is_alone = storage.data_ptr() not in others or storage.nbytes() == 0
+    others.add(storage.data_ptr())
+    return is_alone and x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size()
 
 
 def check_tokens(

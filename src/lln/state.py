@@ -20,17 +20,17 @@ from torch import Tensor
 from lln.backends import Repeats, advance
 from lln.backends.torch.advance import newest
 from lln.backends.torch.summary import KeySummary, empty_summary, merge
-from lln.checks import check_block_size, check_choice, check_scale, check_values, is_recorded
+from lln.checks import check_block_size, check_choice, check_scale, check_values
 from lln.masks import read_padding
 from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
 from lln.matching.moments import empty_sums
 from lln.precision import accumulator, autocast_is_on
 from lln.problem import NEARS, Centers, Near, read_centers
-from lln.recurrence import Advance, Memory, Recurrence, check_tokens, read_weight
+from lln.recurrence import Advance, Memory, Recurrence, check_memory, check_tokens, is_owner, read_weight
 from lln.repeats import signature_of
 
-# Options that are words; `to_dict` has their places in these lists.
-WORDS: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "form": FORMS}
+# Options that are strings; `to_dict` has their indices in these lists.
+CHOICES: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "form": FORMS}
 
 
 class StateOptions(TypedDict, total=False):
@@ -51,7 +51,7 @@ class LLNState:
     mass: Tensor  # (B, H, F) log of the summed exp(b), for each feature
     values: Tensor  # (B, H, F, V) the mean value that each feature points to
     count: Tensor  # (B,) kept tokens so far
-    query_sums: Tensor  # (B, H, 3) what alpha and beta need to know of all queries, see `moments.PrefixSums`
+    query_sums: Tensor  # (B, H, 3) what alpha and beta need of all queries, see `moments.PrefixSums`
     key_sums: Tensor  # (B, H, 3)
     alpha: Tensor | None = None  # given, or matched to the tokens so far
     beta: Tensor | None = None
@@ -66,12 +66,12 @@ class LLNState:
 
     def __post_init__(self) -> None:
         """Every tensor owns its memory: a view would keep all that it was cut from, and cannot be saved."""
-        self._check_shapes()
+        check_memory(self._memory(), self.alpha, self.beta, (self.center_q, self.center_k), form=self.form)
         object.__setattr__(self, "_steps", Repeats(4))
         owners: set[int] = set()
         for field in fields(self):
             x = getattr(self, field.name)
-            if isinstance(x, Tensor) and not _is_owner(x, owners):
+            if isinstance(x, Tensor) and not is_owner(x, owners):
                 object.__setattr__(self, field.name, x.clone(memory_format=torch.contiguous_format))
 
     @classmethod
@@ -94,17 +94,34 @@ class LLNState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> "LLNState":
-        """The state before the first token.
+        """Make the state before the first token.
 
-        `dtype` is that of the tokens to come. With `block_size` the state is that of LLN+Diag attention and keeps the
-        last `block_size` tokens of `key_heads` keys and values, for the block or the window (`near`) of the next one.
-        alpha and beta (numbers, or tensors of shape (), (H,) or (B, H)) are those of every token; without them each
-        token has those of the tokens up to it (`lln.match_moments`). `form` and `centers` are as in
-        `lln.lln_attention`. `near_dim` is for LLN attention whose queries and keys are others than those of softmax
-        attention: `head_dim` is then the number of features of the former, see `near_query` in `prefill`.
+        Args:
+            batch, heads, head_dim, value_dim: B, H, F and V; V is F if it is left out.
+            key_heads: H_k, by default H.
+            block_size: C; given, the state is that of LLN+Diag attention and keeps the last C tokens of the keys and
+                values, for the block or the window of the next one.
+            near: "blocks" or "window".
+            near_dim: D, for LLN attention whose queries and keys are others than those of softmax attention: see
+                `near_query` in `prefill`; by default F.
+            alpha, beta: of every token, numbers or tensors of shape (), (H,) or (B, H); without them each token has
+                those of the tokens up to it (`lln.match_moments`).
+            matching, form, centers: as in `lln.lln_attention`.
+            dtype, device: of the tokens to come.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError, ValueError: options that do not fit each other.
+
+        Example:
+            >>> state = lln.LLNState.empty(1, 8, 64, key_heads=2, block_size=32, near="window")
+            >>> state.block_size
+            32
         """
-        for name, word in (("matching", matching), ("near", near), ("form", form)):
-            check_choice(name, word, WORDS[name])
+        for name, choice in (("matching", matching), ("near", near), ("form", form)):
+            check_choice(name, choice, CHOICES[name])
         if near_dim is not None and block_size is None:
             raise ValueError(f"near_dim={near_dim} is for a state with neighbours; give block_size= too")
         if near != "blocks" and block_size is None:
@@ -159,6 +176,18 @@ class LLNState:
             near_query, near_key: what softmax attention among neighbours is computed of, (B, H, N, D) and
                 (B, H_k, N, D), where `query` and `key` are others, (B, H, N, F) and (B, H_k, N, F), for LLN attention.
             key_weight: (B, H, N) log-weights of the keys in LLN attention.
+
+        Returns:
+            The outputs in the dtype of the tokens, and the state.
+
+        Raises:
+            TypeError, ValueError: tokens that are not for this state.
+
+        Example:
+            >>> query, key, value = torch.randn(3, 1, 2, 20, 16)
+            >>> output, state = lln.LLNState.empty(1, 2, 16).prefill(query, key, value)
+            >>> output.allclose(lln.lln_attention(query, key, value, is_causal=True), atol=1e-5)
+            True
         """
         found = self._advance(query, key, value, apart=False, **options)
         return found.output, self._after(found)
@@ -166,7 +195,22 @@ class LLNState:
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StateOptions]
     ) -> tuple[Tensor, "LLNState"]:
-        """The output (B, H, 1, V) of the next token, and the state after it; see `prefill`."""
+        """The output (B, H, 1, V) of the next token, and the state after it.
+
+        Args:
+            query, key, value, **options: as in `prefill`, with N = 1.
+
+        Returns:
+            The output in the dtype of the token, and the state.
+
+        Raises:
+            TypeError, ValueError: several tokens, or one that is not for this state.
+
+        Example:
+            >>> output, state = lln.LLNState.empty(1, 2, 16).step(*torch.randn(3, 1, 2, 1, 16))
+            >>> output.shape
+            torch.Size([1, 2, 1, 16])
+        """
         if query.dim() == 4 and query.shape[2] != 1:
             raise ValueError(f"step takes one token, got query {tuple(query.shape)}; use prefill for several")
         found = self._advance(query, key, value, apart=False, **options)
@@ -175,19 +219,51 @@ class LLNState:
     def branches(
         self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StateOptions]
     ) -> tuple[Tensor, Tensor | None, Tensor | None, "LLNState"]:
-        """As `prefill`, with the outputs of LLN and of softmax attention apart, in the accumulator's dtype, and the
-        log-sum-exp (B, H, N) of the scores of the latter, 0 for a token that is not kept."""
+        """As `prefill`, with the outputs of LLN and of softmax attention apart.
+
+        Args:
+            query, key, value, **options: as in `prefill`.
+
+        Returns:
+            Both outputs in at least float32, the log-sum-exp (B, H, N) of the scores of softmax attention, which is 0
+            for a token that is not kept, and the state. A state without neighbours has None for softmax attention.
+
+        Raises:
+            TypeError, ValueError: tokens that are not for this state.
+
+        Example:
+            >>> state = lln.LLNState.empty(1, 2, 16, block_size=8)
+            >>> far, near, near_lse, state = state.branches(*torch.randn(3, 1, 2, 20, 16))
+            >>> near_lse.shape
+            torch.Size([1, 2, 20])
+        """
         found = self._advance(query, key, value, apart=True, **options)
         return found.output, found.near, found.near_lse, self._after(found)
 
     def reorder(self, index: Tensor) -> "LLNState":
-        """The state of the samples `index` (any number of them, also repeated), as a beam search asks for."""
+        """The state of the samples `index` (any number of them, also repeated), as a beam search needs it."""
         return self._map(lambda x: x.index_select(0, index))
 
     def merge(self, later: "LLNState") -> "LLNState":
         """The state after the tokens of this one and then those of `later`, which started from an empty state.
 
         Both need the same given alpha and beta: with statistics of their own, two shards weigh their keys differently.
+
+        Args:
+            later: a state with the same options.
+
+        Returns:
+            The state of all tokens.
+
+        Raises:
+            ValueError: alpha or beta is matched, or the states do not belong together.
+
+        Example:
+            >>> tokens = torch.randn(3, 1, 2, 20, 16)
+            >>> empty = lln.LLNState.empty(1, 2, 16, alpha=1.0, beta=1.0)
+            >>> first, last = (empty.prefill(*x)[1] for x in (tokens[..., :12, :], tokens[..., 12:, :]))
+            >>> first.merge(last).mass.allclose(empty.prefill(*tokens)[1].mass, atol=1e-5)
+            True
         """
         if any(scale is None for scale in (self.alpha, self.beta, later.alpha, later.beta)):
             raise ValueError(
@@ -197,7 +273,7 @@ class LLNState:
         mine, theirs = self.to_dict(), later.to_dict()
         if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
             raise ValueError(f"states of different shape cannot be merged: {_describe(mine)} and {_describe(theirs)}")
-        for name in ("alpha", "beta", *WORDS, "center_q", "center_k"):
+        for name in ("alpha", "beta", *CHOICES, "center_q", "center_k"):
             if name in mine:
                 check_values(
                     mine[name] == theirs[name], f"states with different {name} cannot be merged; give both the same"
@@ -208,7 +284,7 @@ class LLNState:
             assert later.recent_key is not None
             assert later.recent_value is not None
             size = recent_key.shape[2]
-            # The place of the later token t is t % C, and only the last C are asked for.
+            # The place of the later token t is t % C, and only the last C are read.
             places = torch.arange(size, device=self.count.device).expand(len(self.count), size)
             recent_key, recent_value = newest(
                 (recent_key, recent_value),
@@ -233,14 +309,15 @@ class LLNState:
 
     def to_dict(self) -> dict[str, Tensor]:
         """The state as tensors alone, for safetensors, a network or a cache."""
-        words = {
-            name: torch.tensor(words.index(getattr(self, name)), device=self.mass.device)
-            for name, words in WORDS.items()
+        choices = {
+            name: torch.tensor(choices.index(getattr(self, name)), device=self.mass.device)
+            for name, choices in CHOICES.items()
         }
-        return self._tensors() | words
+        return self._tensors() | choices
 
     @classmethod
     def from_dict(cls, tensors: dict[str, Tensor]) -> "LLNState":
+        """The state of the tensors that `to_dict` gave; others are refused with a ValueError."""
         names = {field.name for field in fields(cls)}
         needed = {"mass", "values", "count", "query_sums", "key_sums", "matching"}
         if not needed <= tensors.keys() <= names:
@@ -248,7 +325,7 @@ class LLNState:
                 f"not the dict of an LLNState: missing {sorted(needed - tensors.keys())}, "
                 f"unknown {sorted(tensors.keys() - names)}"
             )
-        values: dict[str, Any] = {name: WORDS[name][int(x)] if name in WORDS else x for name, x in tensors.items()}
+        values: dict[str, Any] = {name: CHOICES[name][int(x)] if name in CHOICES else x for name, x in tensors.items()}
         return cls(**values)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -317,43 +394,6 @@ class LLNState:
         state = object.__new__(LLNState)  # without the checks of `__post_init__`, which take as long as many tokens
         state.__dict__.update(self.__dict__, _steps=Repeats(4), **tensors)
         return state
-
-    def _check_shapes(self) -> None:
-        """Refuse tensors that do not belong to one state: C code reads them without a further look."""
-        batch, heads, head_dim, value_dim = self.values.shape if self.values.dim() == 4 else (-1, -1, -1, -1)
-        shapes: dict[str, tuple[int, ...]] = {
-            "mass": (batch, heads, head_dim),
-            "values": (batch, heads, head_dim, value_dim),
-            "count": (batch,),
-            "query_sums": (batch, heads, 3),
-            "key_sums": (batch, heads, 3),
-            "alpha": (batch, heads),
-            "beta": (batch, heads),
-            "center_q": (batch, heads, head_dim),
-        }
-        if self.recent_key is not None:
-            recent = (batch, *self.recent_key.shape[1:3])
-            shapes |= {"recent_key": (*recent, self.recent_key.shape[-1]), "recent_value": (*recent, value_dim)}
-        if self.center_k is not None:
-            shapes["center_k"] = (batch, self.center_k.shape[1], head_dim)
-        for name, shape in shapes.items():
-            x = getattr(self, name)
-            if x is not None and x.shape != shape:
-                raise ValueError(f"{name} of a state must be {shape}, got {tuple(x.shape)}")
-        if (self.recent_key is None) != (self.recent_value is None):
-            raise ValueError("a state has recent keys and recent values, or neither")
-        if {self.center_q is None, self.center_k is None} != {self.form != "decomposed"}:
-            raise ValueError(f'a state of form="decomposed" has two centres and others have none, got {self.form!r}')
-
-
-def _is_owner(x: Tensor, others: set[int]) -> bool:
-    """Whether a tensor has all of its memory to itself; `others` are the addresses of those seen so far."""
-    if torch.compiler.is_compiling() or is_recorded() or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False  # there are no addresses to compare
-    storage = x.untyped_storage()
-    is_alone = storage.data_ptr() not in others or storage.nbytes() == 0
-    others.add(storage.data_ptr())
-    return is_alone and x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size()
 
 
 def _describe(tensors: dict[str, Tensor]) -> str:

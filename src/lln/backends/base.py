@@ -41,7 +41,7 @@ class Backend(ABC):
         return self.far(problem).add(self.near(problem)).mul(0.5)
 
     def attention(self, problem: Problem) -> Tensor:
-        """What the problem asks for, in the dtype of its inputs."""
+        """The attention of a problem, in the dtype of its inputs."""
         branch = self.near if not problem.far else self.far if problem.near is None else self.average
         return branch(problem).to(problem.query.dtype)
 
@@ -67,7 +67,7 @@ class Backend(ABC):
 
 
 def transformed_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
-    """Why fused code must not run although it could: something else wants to see the operations."""
+    """Why fused code must not run although it could: something else records or transforms the operations."""
     if torch.compiler.is_compiling():
         is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
         return "torch.export is to give a graph that runs anywhere" if is_exporting() else None

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from lln.backends.cpu import layout
 from lln.backends.cpu.allocation import allocate_gradients, allocate_results, as_rows
 from lln.backends.cpu.build import load
-from lln.backends.cpu.future import SPOILED, without_odd_future
+from lln.backends.cpu.future import SPOILED, without_nonfinite_future
 from lln.checks import check_choice
 from lln.matching import curves
 from lln.matching.curves import MATCHINGS, Form, Matching
@@ -189,7 +189,7 @@ def backward(
         0 if grad_lse is None else grad_lse.data_ptr(),
     )
     if code == SPOILED:
-        clean = without_odd_future(grad, query, key, value, alpha, beta, grad_lse)
+        clean = without_nonfinite_future(grad, query, key, value, alpha, beta, grad_lse)
         if clean is not None:
             tensors: Any = (*clean[:4], keep_query, keep_key, *clean[4:6], mass, values)
             options: Any = (with_lln, block_size, is_causal, grad_scales, is_window, key_weight, grad_weight, form)
@@ -283,7 +283,7 @@ def _pointers(memory: Memory) -> tuple[int, ...]:
 
 
 def _note_change(overwritten: list[Tensor]) -> None:
-    """Let autograd know that tensors were overwritten, so that it refuses to use what it saved of them."""
+    """Tell autograd that tensors were overwritten, so that it refuses to use what it saved of them."""
     if not overwritten[0].is_inference():
         increment_version(overwritten)
 

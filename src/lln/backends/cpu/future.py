@@ -11,7 +11,7 @@ from torch import Tensor
 SPOILED = 2  # what lln_backward returns then
 
 
-def without_odd_future(
+def without_nonfinite_future(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -24,8 +24,8 @@ def without_odd_future(
 
     Samples whose later tokens have gradients stay as they are. None: all do.
     """
-    odd = torch.stack([~x.isfinite().all(dim=3).all(dim=1) for x in (query, key, value)]).any(dim=0)
-    later = odd.cumsum(dim=1) > 0  # (B, N)
+    nonfinite = torch.stack([~x.isfinite().all(dim=3).all(dim=1) for x in (query, key, value)]).any(dim=0)
+    later = nonfinite.cumsum(dim=1) > 0  # (B, N)
     part = (grad != 0).any(dim=3).any(dim=1)
     if grad_lse is not None:
         part = part | (grad_lse != 0).any(dim=1)

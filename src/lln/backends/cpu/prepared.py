@@ -1,5 +1,5 @@
 """Attention as a function of query, key and value alone: the C struct of a problem is packed once, and each call brings
-addresses. `prepare` is for outputs, `Call` for those that want gradients.
+addresses. `prepare` is for outputs, `Call` for outputs with gradients.
 
 Shapes: B batch, H heads, N queries, M keys, D features, V value width.
 """

@@ -25,7 +25,7 @@ from lln.backends.torch.recompute import Tensors
 from lln.backends.torch.summary import empty_summary
 from lln.backends.torch.window import window_attention
 from lln.forms import in_paper_form
-from lln.masks import blank_not_finite
+from lln.masks import zero_nonfinite_padding
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
 
@@ -42,7 +42,7 @@ class TorchBackend(Backend):
     def far(self, problem: Problem) -> Tensor:
         problem = in_paper_form(problem)
         alpha, beta = (x[..., None] for x in problem.scales())
-        query = blank_not_finite(problem.query, problem.queries.keep)
+        query = zero_nonfinite_padding(problem.query, problem.queries.keep)
         tokens = (query, problem.key, problem.value, alpha, beta, problem.keys.keep)
         if not problem.is_causal:
             return full_attention(*tokens, problem.key_weight)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lln.backends.torch.blocks import block_diagonal_attention
 from lln.backends.torch.causal import causal_attention
-from lln.backends.torch.summary import KeySummary, absent, merge, recall, remember, repeat_heads
+from lln.backends.torch.summary import KeySummary, attend_summary, mask_value, merge, repeat_heads, summarize
 from lln.backends.torch.window import window_attention
-from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.matching.curves import Form
 from lln.matching.moments import PrefixSums, prefix_moments
 from lln.precision import accumulator
@@ -66,7 +66,7 @@ def newest(
 ) -> tuple[Tensor, Tensor]:
     """The recent tokens after `total` (B,) have come: of `recent`, or where they came after `count`, of `later`.
 
-    `place` (B, places) tells where in `later` to find the first token after `count`, the second, ...
+    `place` (B, places) is where in `later` the first token after `count` is, the second, ...
     """
     size = recent[0].shape[2]
     slot = torch.arange(size, device=count.device)
@@ -93,8 +93,8 @@ def _far(recurrence: Recurrence) -> tuple[Tensor, KeySummary, PrefixSums]:
     summary = KeySummary(memory.mass, memory.values)
     weight = key_weight_of(query, key, keep, beta, recurrence.key_weight, form=recurrence.form)
     if query.shape[2] == 1:  # a third of the time of a causal chunk
-        summary = merge(summary, remember(key, value, beta, keep, weight, heads=query.shape[1]))
-        return recall(query, alpha, summary), summary, sums
+        summary = merge(summary, summarize(key, value, beta, keep, weight, heads=query.shape[1]))
+        return attend_summary(query, alpha, summary), summary, sums
     far, summary = causal_attention(query, key, value, alpha, beta, keep, summary, weight)
     return far, summary, sums
 
@@ -105,7 +105,7 @@ def key_weight_of(
     """Log-weights (B, H, N) of the keys: the given ones, in other forms than the paper's less logsumexp_l(beta k)."""
     if form == "paper":
         return given
-    key = blank(key, keep).to(beta.dtype)
+    key = fill_padding(key, keep).to(beta.dtype)
     key = repeat_heads(key, query.shape[1] // key.shape[1])
     weight = -torch.logsumexp(key * beta, dim=-1)
     return weight if given is None else weight + given
@@ -136,7 +136,7 @@ def _near(
             outside = outside & (count < size)[:, None]
         return *_attend_recent(query, *recent, outside), recent
     kept = kept_tokens(keep, query)
-    later = blank(key, keep), blank(value, keep)
+    later = fill_padding(key, keep), fill_padding(value, keep)
     after = newest((recent_key, recent_value), count, later, front_order(kept), count + kept.sum(dim=1))
     attention: Callable[..., tuple[Tensor, ...]] = block_diagonal_attention
     before = slots < begun
@@ -165,6 +165,6 @@ def _attend_recent(query: Tensor, recent_key: Tensor, recent_value: Tensor, outs
     k, v = (repeat_heads(x.to(dtype), groups) for x in (recent_key, recent_value))
     outside = outside[:, None, None, :]
     scores = (query.to(dtype) * query.shape[3] ** -0.5) @ k.mT
-    scores = scores.masked_fill(outside, absent(dtype))
+    scores = scores.masked_fill(outside, mask_value(dtype))
     values = v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
     return torch.softmax(scores, dim=-1) @ values, scores.logsumexp(dim=-1)

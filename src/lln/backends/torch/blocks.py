@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lln.backends.torch.recompute import Attention, Inputs, Tensors
-from lln.backends.torch.summary import absent, repeat_heads, sum_groups
-from lln.checks import known
-from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.backends.torch.summary import mask_value, repeat_heads, sum_groups
+from lln.checks import is_readable
+from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.matching.moments import chunks, piece_tokens
 from lln.precision import accumulator, in_full_precision
 
@@ -75,17 +75,17 @@ def _traced(
     if order is None or keep is None:
         return tuple(outputs)
     back = order.argsort(dim=1)
-    return tuple([take_tokens(blank(x, keep), back) for x in outputs])
+    return tuple([take_tokens(fill_padding(x, keep), back) for x in outputs])
 
 
 def _scores(q: Tensor, k: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
-    """The scores of blocks q and k (..., C, D), with `absent` for keys that are not allowed (..., 1, C)."""
+    """The scores of blocks q and k (..., C, D), with `mask_value` for keys that are not allowed (..., 1, C)."""
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.mT
     if is_causal:
         past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         allowed = past if allowed is None else allowed & past
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, absent(scores.dtype))
+        scores = scores.masked_fill(~allowed, mask_value(scores.dtype))
     return scores
 
 
@@ -95,17 +95,17 @@ def _mix_past(weights: Tensor, v: Tensor) -> Tensor:
     In a plain product they would: a later value weighs 0, yet 0 times NaN is NaN.
     """
     finite = v.detach().isfinite()
-    return weights @ v.where(finite, 0.0) + _running_odd(v, finite)
+    return weights @ v.where(finite, 0.0) + _running_nonfinite(v, finite)
 
 
-def _running_odd(v: Tensor, finite: Tensor) -> Tensor:
+def _running_nonfinite(v: Tensor, finite: Tensor) -> Tensor:
     """The sum of the values up to each row that are not finite, 0 where there is none."""
     return v.detach().where(~finite, 0.0).cumsum(dim=-2)
 
 
 def _in_accumulator(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     groups, dtype = query.shape[1] // key.shape[1], accumulator(query.dtype)
-    q, k, v = (blank(x.to(dtype), keep) for x in (query, key, value))
+    q, k, v = (fill_padding(x.to(dtype), keep) for x in (query, key, value))
     return q, repeat_heads(k, groups), repeat_heads(v, groups)
 
 
@@ -132,7 +132,7 @@ class _Part:
             target[:, :, self.part] = x
         else:
             index = self.order[:, None, :, None].expand_as(x)
-            target.scatter_(2, index, blank(x, self.keep).to(target.dtype))
+            target.scatter_(2, index, fill_padding(x, self.keep).to(target.dtype))
 
 
 def _parts(like: Tensor, keep: Tensor | None, *, block_size: int, width: int) -> Iterator[_Part]:
@@ -161,19 +161,19 @@ def _forward(
             part.write(lse, scores.logsumexp(dim=-1, keepdim=True).flatten(2, 3))
         mask = None
         if part.keep is not None and not is_causal:  # in causal blocks what is not kept comes after all that is
-            mask = torch.zeros_like(part.keep, dtype=q.dtype).masked_fill_(~part.keep, absent(q.dtype))
+            mask = torch.zeros_like(part.keep, dtype=q.dtype).masked_fill_(~part.keep, mask_value(q.dtype))
             mask = mask[:, None, :, None].expand(-1, q.shape[1], -1, -1).reshape(q.shape[0], -1, size, 1).mT
         shape = q.shape[:3]
         q, k, v = (x.reshape(x.shape[0], -1, size, x.shape[3]) for x in (q, k, v))
-        odd = None
-        if is_causal and not (known(every := k.isfinite().all() & v.isfinite().all()) and bool(every)):
+        nonfinite = None
+        if is_causal and not (is_readable(every := k.isfinite().all() & v.isfinite().all()) and bool(every)):
             # A product with a weight of 0 would spoil earlier rows. A key that is not finite spoils all that see it.
-            odd_key = ~k.isfinite().all(dim=-1, keepdim=True)
-            k, v = k.masked_fill(odd_key, 0.0), v.masked_fill(odd_key, torch.nan)
+            nonfinite_key = ~k.isfinite().all(dim=-1, keepdim=True)
+            k, v = k.masked_fill(nonfinite_key, 0.0), v.masked_fill(nonfinite_key, torch.nan)
             finite = v.isfinite()
-            v, odd = v.where(finite, 0.0), _running_odd(v, finite)
+            v, nonfinite = v.where(finite, 0.0), _running_nonfinite(v, finite)
         mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
-        part.write(output, (mixed if odd is None else mixed + odd).view(*shape, -1))
+        part.write(output, (mixed if nonfinite is None else mixed + nonfinite).view(*shape, -1))
     return (output,) if lse is None else (output, lse), ()
 
 
@@ -198,7 +198,7 @@ def _gradients(
     found = [torch.empty_like(x) for x in (query, key, value)]
     for part in _parts(query, keep, block_size=block_size, width=max(query.shape[3], value.shape[3], block_size)):
         q, k, v = _in_accumulator(part.read(query), part.read(key), part.read(value), part.keep)
-        g = blank(part.read(gradient).to(q.dtype), part.keep)
+        g = fill_padding(part.read(gradient).to(q.dtype), part.keep)
         size = min(block_size, q.shape[2])
         q, k, v, g = part.blocks(size, q, k, v, g)
         P = torch.softmax(_scores(q, k, part.allowed(size), is_causal), dim=-1)
@@ -206,7 +206,7 @@ def _gradients(
         d_scores = (g @ v.mT).mul_(P)
         row = d_scores.sum(dim=-1, keepdim=True)
         if gradient_lse is not None:
-            row -= part.blocks(size, blank(part.read(gradient_lse), part.keep))[0]
+            row -= part.blocks(size, fill_padding(part.read(gradient_lse), part.keep))[0]
         d_scores.addcmul_(P, row, value=-1).mul_(scale)
         for target, x in zip(found, (d_scores @ k, d_scores.mT @ q, d_value), strict=True):
             x = x.flatten(2, 3)

@@ -26,7 +26,7 @@ class Attention:
 
     traced: Callable[..., Tensors]  # inputs -> outputs
     forward: Callable[..., tuple[Tensors, Tensors]]  # inputs -> outputs, and what else the backward pass should have
-    # inputs, what else, gradients of the outputs, which inputs want one -> gradients of the inputs
+    # inputs, what else, gradients of the outputs, which inputs require one -> gradients of the inputs
     backward: Callable[[Inputs, Tensors, Tensors, Sequence[bool]], Sequence[Tensor | None]]
 
     def __call__(self, *inputs: Tensor | None) -> Tensors:

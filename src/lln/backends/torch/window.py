@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lln.backends.torch.recompute import Attention, Inputs, Tensors
-from lln.backends.torch.summary import absent, repeat_heads
-from lln.checks import known
-from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.backends.torch.summary import mask_value, repeat_heads
+from lln.checks import is_readable
+from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.matching.moments import chunks, piece_tokens
 from lln.precision import accumulator, in_full_precision
 
@@ -49,9 +49,9 @@ def window_attention(
     order = front_order(keep)
     query, key, value = (take_tokens(x, order) for x in (query, key, value))
     kept = keep.gather(1, order)
-    query = blank(query, kept)  # 0 times NaN would reach gradients
+    query = fill_padding(query, kept)  # 0 times NaN would reach gradients
     back = order.argsort(dim=1)
-    return tuple([take_tokens(blank(x, kept), back) for x in attention(query, key, value, kept)])
+    return tuple([take_tokens(fill_padding(x, kept), back) for x in attention(query, key, value, kept)])
 
 
 def _window(
@@ -94,7 +94,7 @@ def _tiles(
     # Keys from `left` before the first query to `right` after the last, whether there are any or not.
     missing = (left - before, tiles * size + left + right - (left - before) - key.shape[2])
     k, v = (
-        pad(repeat_heads(blank(x.to(dtype), keep), groups), (0, 0, *missing)).unfold(2, span, size)
+        pad(repeat_heads(fill_padding(x.to(dtype), keep), groups), (0, 0, *missing)).unfold(2, span, size)
         for x in (key, value)
     )  # (B, H, n, D, S)
     there = pad(kept_tokens(keep, key), missing).unfold(1, span, size)[:, None, :, None]  # (B, 1, n, 1, S)
@@ -103,11 +103,11 @@ def _tiles(
     # What is not seen weighs 0, yet 0 times NaN is NaN, here and in gradients: what is not finite is replaced by 0, and
     # NaN is put where it is seen.
     finite_key, finite_value = k.detach().isfinite(), v.detach().isfinite()
-    is_finite = known(every := finite_key.all() & finite_value.all()) and bool(every)
+    is_finite = is_readable(every := finite_key.all() & finite_value.all()) and bool(every)
     scores = (q * query.shape[3] ** -0.5) @ (k if is_finite else k.where(finite_key, 0.0))
     if not is_finite:
         scores = scores.masked_fill(~finite_key.all(dim=-2, keepdim=True), torch.nan)
-    scores = scores.masked_fill(~allowed, absent(dtype))
+    scores = scores.masked_fill(~allowed, mask_value(dtype))
     weights = torch.softmax(scores, dim=-1)
     if is_finite:
         output = weights @ v.mT

@@ -78,7 +78,7 @@ static void neighbours_attend(Neighbours *all, long first, long end, Rows querie
         queries.data += (stop - first) * queries.row;
         output.data += (stop - first) * output.row;
         first = stop;
-        if (stop == all->joining) all->near.stop = 0; /* the block at hand is none of the rest */
+        if (stop == all->joining) all->near.stop = 0; /* the current block is none of the rest */
     }
     if (first < end)
         near_attend(&all->rest, 0, 0, first - all->skipped, end - all->skipped, queries, weight, output, lse,
@@ -124,7 +124,7 @@ static long advance_near(const Plan *plan, long b, long h, long start, long rows
 static void read_memory(const Advance *a, long b, long h, Memory memory) {
     long D = a->job.width, V = a->job.value_width, head = b * a->job.heads + h, vector = padded(D);
     for (long i = 0; i < vector; i++) {
-        memory.maximum[i] = i < D ? a->before.mass[head * D + i] : ABSENT;
+        memory.maximum[i] = i < D ? a->before.mass[head * D + i] : MASKED;
         memory.mass[i] = i < D ? 1.f : 0.f;
     }
     read_tile(FLOAT32, (const char *)(a->before.values + head * D * V), V, NULL, 0, D, V, memory.values, row_of(V));

@@ -17,7 +17,7 @@ Near near_begin(const Job *job, Scratch *scratch) {
     near.keys_T = take(scratch, job->width * row);
     near.spare = take(scratch, near_size(job) * row_of(job->value_width));
     near.weights = take(scratch, TILE * row);
-    near.odd = (uint8_t *)take(scratch, near_size(job) / (long)sizeof(float) + 1);
+    near.nonfinite = (uint8_t *)take(scratch, near_size(job) / (long)sizeof(float) + 1);
     return near;
 }
 
@@ -26,8 +26,8 @@ void near_softmax(long rows, long keys, long seen, long step, float scale, float
     long vector = padded(keys);
     for (long r = 0; r < rows; r++, scores += row) {
         long limit = step ? seen + r : seen, stop = padded(limit);
-        for (long j = limit; j < vector; j++) scores[j] = ABSENT;
-        vf maximum = broadcast(ABSENT), sum = broadcast(0.f);
+        for (long j = limit; j < vector; j++) scores[j] = MASKED;
+        vf maximum = broadcast(MASKED), sum = broadcast(0.f);
         for (long j = 0; j < stop; j += LANES) maximum = larger(maximum, load(scores + j));
         float top = largest_of(maximum);
         for (long j = 0; j < stop; j += LANES) {
@@ -57,7 +57,7 @@ INLINE void softmax_columns(const int vectors, long keys, long first, long end, 
     vf top[2], sum[2], share[2];
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
-        top[v] = broadcast(ABSENT);
+        top[v] = broadcast(MASKED);
         sum[v] = broadcast(0.f);
     }
     for (long j = 0; j < keys; j++)
@@ -65,7 +65,7 @@ INLINE void softmax_columns(const int vectors, long keys, long first, long end, 
         for (int v = 0; v < vectors; v++) {
             vi seen = lanes_between(v, first + j, end + j);
             vf x = load(scores + j * STRIP_ROW + v * LANES);
-            top[v] = larger(top[v], (vf)(((vi)x & seen) | ((vi)broadcast(ABSENT) & ~seen)));
+            top[v] = larger(top[v], (vf)(((vi)x & seen) | ((vi)broadcast(MASKED) & ~seen)));
         }
     for (long j = 0; j < keys; j++)
 #pragma GCC unroll 2
@@ -144,15 +144,15 @@ void near_attend(const Plan *plan, long b, long h, long first, long end, Rows qu
             transpose(keys, job->width, padded(keys), k.data, k.row, near->keys_T, row);
             near->values = view(job->type, head_of(&job->value, job->type, b, group), job->value.token, order, start,
                                 keys, job->value_width, near->spare);
-            near->any_odd = 0;
+            near->any_nonfinite = 0;
             for (long j = 0; job->is_causal && j < keys; j++)
-                near->any_odd |= near->odd[j] =
+                near->any_nonfinite |= near->nonfinite[j] =
                     not_finite(near->values.data + j * near->values.row, padded(job->value_width));
             near->stop = stop;
         }
-        if (near->any_odd) /* a later value weighs 0, yet 0 times NaN is NaN: go no further than the next one */
+        if (near->any_nonfinite) /* a later value weighs 0, yet 0 times NaN is NaN: go no further than the next one */
             for (long r = 1; r < rows; r++)
-                if (near->odd[first - start + r]) rows = r;
+                if (near->nonfinite[first - start + r]) rows = r;
         multiply(rows, padded(keys), job->width, queries.data, queries.row, near->keys_T, row, near->weights, row, 0);
         long seen = job->is_causal ? first - start + 1 : keys, depth = job->is_causal ? seen + rows - 1 : keys;
         near_softmax(rows, keys, seen, job->is_causal, 1.f / sqrtf(job->width), weight, near->weights, row, lse);

@@ -7,13 +7,13 @@
 #include "scratch.h"
 #include "tile.h"
 
-/* The block that is at hand: its keys transposed and its values, and the weights of a tile of queries. */
+/* The current block: its keys transposed and its values, and the weights of a tile of queries. */
 typedef struct {
     long stop; /* the place after its last token; 0: none yet */
     float *keys_T, *weights, *spare;
     Rows values;
-    uint8_t *odd; /* causal: which values are not finite */
-    int any_odd;
+    uint8_t *nonfinite; /* causal: which values are not finite */
+    int any_nonfinite;
     float *keys, *queries_T; /* windows */
 } Near;
 

@@ -106,7 +106,7 @@ static void window_backward(const Plan *plan, long b, long key_head, long first,
         Rows k = view(type, head_of(&job->key, type, b, key_head), job->key.token, order, all.first, count, D, keys);
         Rows v =
             view(type, head_of(&job->value, type, b, key_head), job->value.token, order, all.first, count, V, values);
-        int odd = any_not_finite(count, k, padded(D)) | any_not_finite(count, v, padded(V));
+        int nonfinite = any_not_finite(count, k, padded(D)) | any_not_finite(count, v, padded(V));
         sums_move(job, &to_keys, b, key_head, order, first, end, all.first, all.end, add, spare);
         sums_move(job, &to_values, b, key_head, order, first, end, all.first, all.end, add, spare);
         for (long h = key_head * groups; h < (key_head + 1) * groups; h++) {
@@ -118,7 +118,8 @@ static void window_backward(const Plan *plan, long b, long key_head, long first,
             char *to = head_of(&job->grad_query, type, b, h);
             int direct = is_direct(type, order, D);
             /* a single query where something is not finite: as in `window_attend` */
-            long step = odd || any_not_finite(stop - tile, q, padded(D)) || any_not_finite(stop - tile, g, padded(V))
+            long step = nonfinite || any_not_finite(stop - tile, q, padded(D)) ||
+                                any_not_finite(stop - tile, g, padded(V))
                             ? 1
                             : STRIP;
             for (long from = tile; from < stop; from += step) {
