@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lln.distributed import far as far_attention
-from lln.distributed import near as near_attention
 from lln.distributed import statistics
 from lln.distributed.merge import Layout
+from lln.distributed.near import Neighbors
 from lln.distributed.packed import attend_packed, check_packed
 from lln.distributed.ranks import Ranks
 from lln.forms import centered, in_paper_form, without_padding
@@ -63,17 +63,19 @@ def attend(
 def attend_parts(problem: Problem, ranks: Ranks, segments: Tensor | None = None) -> Tensor:
     """What the problem asks for, for the queries of this process; see `Layout` for `segments`."""
     layout = Layout(ranks, _count(problem, ranks), segments)
-    halo = near_attention.exchange(problem, layout) if problem.near else None
-    if not problem.far:
-        assert halo is not None
-        return near_attention.finish(problem, *halo).to(problem.query.dtype)
+    near = None
+    if problem.near:
+        near = Neighbors(problem, layout, share=0.5 if problem.far else 1.0)
+        problem = near.tap(problem)
+        if not problem.far:
+            return near.finish(problem).to(problem.query.dtype)
     paper = _in_paper_form(problem, layout)
     merge = far_attention.start(paper, layout)
-    near = None if halo is None else near_attention.finish(problem, *halo)  # while the summaries are under way
-    far = far_attention.finish(paper, merge)
-    if near is not None:
-        far = far.add_(near).mul_(0.5)
-    return far.to(problem.query.dtype)
+    neighbors = None if near is None else near.finish(problem)  # while the summaries are under way
+    output = far_attention.finish(paper, merge, share=1.0 if near is None else near.share)
+    if neighbors is not None:
+        output = output.add_(neighbors)
+    return output.to(problem.query.dtype)
 
 
 def _in_paper_form(problem: Problem, layout: Layout) -> Problem:
