@@ -73,6 +73,27 @@ def compare(group, function, parts, *, tokens=None, key_parts=None, part_options
             close(f"gradient of {name}", x.grad, whole_gradient[..., place], GRADIENT, whole_gradient)
 
 
+def some_gradients(group, function, wanted, **options):
+    """Gradients of some inputs alone are those beside all others; of one tensor in all three places, their sum."""
+    whole = [x[:, :, bounds([5, 11, 4])[dist.get_rank(group)]] for x in make(N=20)]
+
+    def gradients(inputs):
+        output = getattr(distributed, function)(*inputs, group=group, **options)
+        of = list(dict.fromkeys(x for x in inputs if x.requires_grad))
+        return torch.autograd.grad(output.square().sum(), of, retain_graph=True), torch.autograd.grad(
+            output.square().sum(), of
+        )
+
+    alone, again = gradients([x.clone().requires_grad_(name in wanted) for name, x in zip("qkv", whole, strict=True)])
+    every = dict(zip("qkv", gradients([x.clone().requires_grad_() for x in whole])[0], strict=True))
+    for name, x, y in zip(wanted, alone, again, strict=True):
+        close(name, x, every[name], GRADIENT, every[name])
+        assert torch.equal(x, y)
+    same = gradients([whole[0].clone().requires_grad_()] * 3)[0][0]
+    apart = sum(gradients([whole[0].clone().requires_grad_() for _ in range(3)])[0])
+    close("one tensor", same, apart, GRADIENT, apart)
+
+
 def padding(B, N, seed=5):
     """Padding everywhere, one sample without any kept token."""
     keep = torch.rand(B, N, generator=torch.Generator().manual_seed(seed)) < 0.8
@@ -217,6 +238,16 @@ def attention_cases(size):
     )
 
 
+def gradient_cases():
+    for wanted in ("q", "k", "qv"):
+        for name, (function, options) in {
+            "blocks": ("lln_diag_attention", {"form": "unbiased", "is_causal": True, "block_size": 6}),
+            "window": ("lln_diag_attention", {"form": "decomposed", "near": "window", "block_size": 9}),
+            "window alone": ("block_diagonal_attention", {"near": "window", "block_size": 7}),
+        }.items():
+            yield f"{name}, gradients of {wanted}", partial(some_gradients, function=function, wanted=wanted, **options)
+
+
 def some_cases(size):
     """Every third of them, others for each number of processes."""
     return islice(attention_cases(size), size, None, 3)
@@ -281,6 +312,8 @@ def random_cases(size):
 def cases(size):
     yield from attention_cases(size) if size == 3 else some_cases(size)
     yield from random_cases(size)
+    if size == 3:
+        yield from gradient_cases()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
