@@ -5,7 +5,7 @@ import torch
 
 import lln
 from lln.features import HeadFeatures, balanced_basis
-from lln.neighbors import log_mass_ratio
+from lln.neighbors import near_with_mass_ratio
 
 FORMS = ("paper", "unbiased", "decomposed")
 
@@ -170,7 +170,7 @@ def test_a_gate_depends_on_the_query_and_on_what_is_far():
         module.gate.normal_()
     query, key, value = heads()
     logit = (query * module.gate[:, None]).sum(-1, keepdim=True) + torch.log(torch.tensor(0.25))
-    ratio = log_mass_ratio(query, key, module.key_weight(key), near="window", block_size=6, is_causal=False)
+    _, ratio = near_with_mass_ratio(query, key, key, module.key_weight(key), near="window", block_size=6)
     share = torch.sigmoid(logit + ratio[..., None])
     near = lln.block_diagonal_attention(query, key, value, near="window", block_size=6)
     expected = share * explicit(module, query, key, value) + (1 - share) * near
@@ -222,9 +222,9 @@ def test_a_state_gives_what_causal_attention_gives(form, dtype):
         for start, end in ((0, 11), (11, 12), (12, 37)):
             q, k, v = (x[:, :, start:end] for x in (query, key, value))
             a, b, weight = module.far_inputs(q, k)
-            ratio = module.log_mass_ratio(q, k, is_causal=True, state=state)
-            far, near, state = state.branches(a, b, v, near_query=q, near_key=k, key_weight=weight)
-            outputs.append(module.join(far, near, q, ratio))
+            far_mass = module.log_far_mass(k, None, state)
+            far, near, lse, state = state.branches(a, b, v, near_query=q, near_key=k, key_weight=weight)
+            outputs.append(module.join(far, near, far_mass - lse, query=q))
         expected = module(query, key, value, is_causal=True)
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(torch.cat(outputs, dim=2).to(dtype), expected, rtol=tolerance, atol=tolerance)

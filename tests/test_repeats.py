@@ -158,3 +158,20 @@ def test_a_compiled_call_does_not_read_the_prepared_calls(monkeypatch):
     monkeypatch.setattr(CALLS, "_prepared", None)
     compiled = torch.compile(lln_attention, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(*tokens()), lln.reference.lln_attention(*tokens()), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_many_layouts_fill_no_memory():
+    from lln.backends.cpu import prepared
+
+    inputs = [x.requires_grad_() for x in tokens()]
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        pack = prepared.Call._pack
+        patch.setattr(prepared.Call, "_pack", lambda call, *x: (made.append(call), pack(call, *x))[1])
+        for extra in range(3 * prepared.MAX_LAYOUTS):
+            gradient = draw(2, 4, 70, 16 + extra)[..., :16]
+            expected = torch.autograd.grad(lln_attention(*inputs), inputs, gradient.contiguous())
+            for x, y in zip(torch.autograd.grad(lln_attention(*inputs), inputs, gradient), expected, strict=True):
+                assert torch.equal(x, y)
+    assert len(made) >= 3 * prepared.MAX_LAYOUTS
+    assert all(len(call._jobs) <= prepared.MAX_LAYOUTS for call in made)

@@ -181,11 +181,11 @@ def test_branches_apart(tokens, backend, number, dtype):
             if number < 40:
                 _, state = state.prefill(*(x[:, :, first] for x in values), key_padding_mask=mask[:, first])
             found.append(state.branches(*(x[:, :, last] for x in values), key_padding_mask=mask[:, last]))
-    (far, near, _), (plain_far, plain_near, _) = found
-    assert far.dtype == near.dtype == torch.float32
+    (far, near, lse, _), (plain_far, plain_near, plain_lse, _) = found
+    assert far.dtype == near.dtype == lse.dtype == torch.float32
     torch.testing.assert_close(near.double(), plain_near, rtol=1e-5, atol=2e-6)
     real = mask[:, last]
-    for x, y in ((far, plain_far), (near, plain_near)):
+    for x, y in ((far, plain_far), (near, plain_near), (lse, plain_lse)):
         torch.testing.assert_close(x.double().transpose(1, 2)[real], y.transpose(1, 2)[real], rtol=1e-5, atol=2e-6)
 
 
@@ -274,7 +274,7 @@ def test_a_window_forgets_what_is_not_finite(tokens, backend):
         state = empty_for(*inputs, block_size=4, near="window")
         near = []
         for start, end in itertools.pairwise(cuts):
-            _, part, state = state.branches(*(x[:, :, start:end] for x in inputs))
+            _, part, _, state = state.branches(*(x[:, :, start:end] for x in inputs))
             near.append(part)
         bad = ~torch.cat(near, 2).isfinite().all(-1)[0, 0]
         assert bad.nonzero()[:, 0].tolist() == [5, 6, 7, 8]

@@ -122,8 +122,8 @@ def check_values(condition: Tensor, message: str, shown: Tensor | None = None) -
         raise ValueError(message if shown is None or shown.numel() > 16 else f"{message}, got {shown.tolist()}")
 
 
-def known(flag: Tensor) -> bool:
-    """Whether a flag can be read now and for free, for shortcuts that do not change the result.
+def is_readable(flag: Tensor) -> bool:
+    """Whether the value of a flag can be read now and for free, for shortcuts that do not change the result.
 
     Not while compiling, tracing or under torch.func, nor on another device. Use `check_values` for what must hold.
     """

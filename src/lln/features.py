@@ -16,7 +16,7 @@ features of LLN attention.
 import torch
 from torch import Tensor, nn
 
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.matching.curves import Form, Matching
 from lln.matching.moments import Moments, measure_moments
 from lln.precision import accumulator
@@ -60,7 +60,8 @@ class HeadFeatures(nn.Module):
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """a (B, H, N, F), b (B, H_k, M, F) and w (B, H, M), or None for the last where the form has no weights."""
-        query, key = blank(query, keep_query), blank(key, keep_key)  # NaN in padding would reach gradients of the maps
+        # NaN in padding would reach gradients of the maps.
+        query, key = fill_padding(query, keep_query), fill_padding(key, keep_key)
         a = self._features(query, self.log_alpha, "q")
         return a, self._features(key, self.log_beta, "k"), self.key_weight(key)
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lln.masks import blank, blank_not_finite
+from lln.masks import fill_padding, zero_nonfinite_padding
 from lln.precision import accumulator
 from lln.problem import Problem
 
@@ -41,8 +41,8 @@ def in_paper_form(problem: Problem) -> Problem:
 
 def without_padding(problem: Problem) -> Problem:
     """The problem with zeros in padding: what stands there would reach gradients as 0 times NaN."""
-    query = blank_not_finite(problem.query, problem.queries.keep)
-    return replace(problem, query=query, key=blank(problem.key, problem.keys.keep))
+    query = zero_nonfinite_padding(problem.query, problem.queries.keep)
+    return replace(problem, query=query, key=fill_padding(problem.key, problem.keys.keep))
 
 
 def centered(problem: Problem) -> tuple[Problem, Tensor | None]:
@@ -66,7 +66,7 @@ def sample_centers(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def token_mean(x: Tensor, keep: Tensor | None) -> Tensor:
     """The mean (B, heads, D) of the kept tokens of each sample; 0 where there is none."""
-    kept = blank(x, keep).to(accumulator(x.dtype))
+    kept = fill_padding(x, keep).to(accumulator(x.dtype))
     if keep is None:
         return kept.mean(dim=2)
     return kept.sum(dim=2) / keep.sum(dim=1).clamp(min=1)[:, None, None]

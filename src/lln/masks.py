@@ -12,9 +12,9 @@ and turns them round on the way in.
 import torch
 from torch import Tensor
 
-from lln.checks import check_values, known
+from lln.checks import check_values, is_readable
 
-# As `ODD` in the C code: far above what queries hold, far below what overflows with any alpha.
+# As in the C code: far above what queries hold, far below what overflows with any alpha.
 LARGEST_PADDING = 1e15
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -65,7 +65,7 @@ def read_paddings(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The kept queries and the kept keys, (B, N) and (B, M).
 
-    With as many queries as keys and no word about the queries this is taken for self-attention: the same tokens are
+    With as many queries as keys and no mask for the queries this is taken for self-attention: the same tokens are
     padding on both sides. For cross attention between equally long sequences, give `query_padding_mask`.
     """
     keep_key = read_padding(key_padding_mask, key)
@@ -74,12 +74,12 @@ def read_paddings(
     return (keep_key if query.shape[2] == key.shape[2] else None), keep_key
 
 
-def blank(x: Tensor, keep: Tensor | None, value: float = 0.0) -> Tensor:
+def fill_padding(x: Tensor, keep: Tensor | None, value: float = 0.0) -> Tensor:
     """`x` (B, heads, tokens, features) with `value` in place of the tokens that are not kept."""
     return x if keep is None else x.masked_fill(~keep[:, None, :, None], value)
 
 
-def blank_not_finite(query: Tensor, keep: Tensor | None) -> Tensor:
+def zero_nonfinite_padding(query: Tensor, keep: Tensor | None) -> Tensor:
     """`query` with zeros in place of padding that is not finite, or so large that it would not be once it is scaled.
 
     0 times NaN would reach gradients of kept tokens.
@@ -88,7 +88,7 @@ def blank_not_finite(query: Tensor, keep: Tensor | None) -> Tensor:
         return query
     x = query.detach()
     usable = (x.abs().amax(dim=-1, keepdim=True) <= LARGEST_PADDING) | keep[:, None, :, None]  # not so for NaN
-    if known(everything := usable.all()) and bool(everything):
+    if is_readable(everything := usable.all()) and bool(everything):
         return query  # without a copy
     return query.masked_fill(~usable, 0.0)
 

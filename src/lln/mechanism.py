@@ -1,14 +1,15 @@
 """What all attention modules on (query, key, value) have in common, and how two branches are put together."""
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lln.checks import check_choice
-from lln.neighbors import Past, log_mass_ratio, packed_log_mass_ratio
-from lln.problem import Near
+from lln.functional import block_diagonal_attention
+from lln.neighbors import Past, log_far_mass, near_with_mass_ratio, next_log_far_mass
+from lln.problem import Near, TokenOptions
 from lln.state import LLNState
 
 Combine = Literal["average", "ratio", "gate", "scale"]
@@ -90,8 +91,8 @@ class JoinedBranches(nn.Module):
             self.far_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), share))
             self.near_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), 1 - share))
 
-    def join(self, far: Tensor, near: Tensor, query: Tensor, ratio: Tensor | None) -> Tensor:
-        """The output from those of the two branches, the query (B, H, N, D) and what `log_mass_ratio` gives."""
+    def join(self, far: Tensor, near: Tensor, ratio: Tensor | None = None, *, query: Tensor) -> Tensor:
+        """The output from those of the two branches, the query (B, H, N, D) and the ratio of a gate."""
         if self.branches != "both":
             return far if self.branches == "far" else near
         if self.combine == "average":
@@ -114,33 +115,33 @@ class JoinedBranches(nn.Module):
             logit = logit + query @ self.gate.to(query.dtype)[..., None] + ratio.to(query.dtype)[..., None]
         return logit.sigmoid()
 
-    def log_mass_ratio(
-        self,
-        query: Tensor,
-        key: Tensor,
-        keep: Tensor | None = None,
-        *,
-        is_causal: bool,
-        cu_seqlens: Tensor | None = None,
-        state: LLNState | None = None,
-    ) -> Tensor | None:
-        """ln(far / near) of each query, (B, H, N), which a gate begins with; None: the branches have no gate.
+    def near_branch(
+        self, query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[TokenOptions]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Softmax attention among neighbours, and for a gate ln(far / near) of each query, (B, H, N)."""
+        options: dict[str, Any] = {"near": self.near, "block_size": self.block_size, **tokens}
+        if self.combine != "gate":
+            return block_diagonal_attention(query, key, value, **options), None
+        return near_with_mass_ratio(query, key, value, self.key_weight(key), **options)
 
-        `state` is that before these tokens, and is asked before it is advanced.
+    def log_far_mass(self, key: Tensor, keep: Tensor | None, state: LLNState) -> Tensor | None:
+        """ln(far) of the next tokens of a state, (B, H, N), before it is advanced; None: the branches have no gate.
+
+        Less the log-sum-exp that `LLNState.branches` gives it is the ratio.
         """
         if self.combine != "gate":
             return None
-        options: dict[str, Any] = {"near": self.near, "block_size": self.block_size, "is_causal": is_causal}
+        assert state.recent_key is not None
+        recent = self.key_weight(state.recent_key.to(key.dtype))
+        # The features of a key with a weight sum to that weight.
+        total = None if recent is None else state.mass.logsumexp(dim=-1)
+        if recent is not None and total is not None and key.shape[2] == 1 and keep is None:
+            return next_log_far_mass(recent, total, state.count, near=self.near)
         weight = self.key_weight(key)
-        if cu_seqlens is not None:
-            return packed_log_mass_ratio(query, key, weight, cu_seqlens, **options)
-        if state is not None:
-            assert state.recent_key is not None
-            recent = self.key_weight(state.recent_key.to(key.dtype))
-            # The features of a key with a weight sum to that weight.
-            total = None if weight is None else state.mass.logsumexp(dim=-1)
-            options["past"] = Past(state.count, state.recent_key, recent, total)
-        return log_mass_ratio(query, key, weight, keep, **options)
+        if weight is None:
+            weight = state.mass.new_zeros(key.shape[0], 1, key.shape[2])
+        options: dict[str, Any] = {"near": self.near, "block_size": self.block_size, "is_causal": True}
+        return log_far_mass(weight, keep, **options, past=Past(state.count, recent, total))
 
     if TYPE_CHECKING:
 

@@ -4,43 +4,84 @@ With scores s_ij = q_i . k_j / sqrt(D) and log-weights w_j of the keys, which al
 
     ln(far / near)_i  =  ln sum over far j of exp(w_j)  -  ln sum over near j of exp(s_ij)
 
-The sum over the near tokens is exact. That over the far tokens, which must take linear time, leaves out the part of a
-score that depends on the query: a learned gate adds it.
+The sum over the near tokens is exact, and softmax attention among them has it already. That over the far tokens, which
+must take linear time, leaves out the part of a score that depends on the query: a learned gate adds it.
 
-Shapes: B batch, H heads, a multiple of H_k key heads, N tokens, D features of a head, C block size; n tiles of T
-queries and the S keys that they may see.
+Shapes: B batch, H heads, a multiple of H_k key heads, N tokens, D features of a head, V value width, C block size.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
-from lln.backends.torch.summary import absent, repeat_heads
-from lln.masks import blank, front_order, take_tokens
-from lln.precision import accumulator, in_full_precision
-from lln.problem import Near
-
-SMALLEST_TILE = 32  # queries of a tile where neighbours are few: most of a smaller one would be the keys around it
+from lln import backends
+from lln.masks import front_order, read_padding
+from lln.packed import packed_outputs
+from lln.precision import accumulator, in_full_precision, sum_dtype
+from lln.problem import Near, Problem, autocast_like_sdpa
 
 
 class Past(NamedTuple):
     """The tokens before those of a call: what `lln.LLNState` keeps of them."""
 
     tokens: Tensor  # (B,) kept tokens
-    key: Tensor  # (B, H_k, C, D), token t at place t % C
-    key_weight: Tensor | None  # (B, H, C) of the same tokens
+    key_weight: Tensor | None  # (B, H, C) of the last ones, token t at place t % C; None: zeros
     log_weight: Tensor | None  # (B, H) ln of the sum of all weights; None: of their number
 
 
-@in_full_precision
-def log_mass_ratio(
+def near_with_mass_ratio(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     key_weight: Tensor | None = None,
+    *,
+    near: Near,
+    block_size: int,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention among neighbours (B, H, N, V), and ln(far / near) of each query, (B, H, N).
+
+    The ratio is -inf where all that a query may see is near; of a token that is not kept it means nothing.
+
+    Args:
+        query, key, value: (B, H, N, D), (B, H_k, N, D) and (B, H_k, N, V).
+        key_weight: log-weights (B, H, N) of the keys; left out, 0.
+        near, block_size, is_causal, key_padding_mask, cu_seqlens: as in `lln.block_diagonal_attention`.
+    """
+    options: dict[str, Any] = {"near": near, "block_size": block_size, "is_causal": is_causal}
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_weight: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        problem = Problem.make(query, key, value, far=False, key_padding_mask=key_padding_mask, **options)
+        output, lse = backends.near_with_lse(problem)
+        weight = lse.new_zeros(len(lse), 1, lse.shape[2]) if key_weight is None else key_weight
+        far = log_far_mass(weight, read_padding(key_padding_mask, key), **options)
+        return output, (far - lse)[..., None]
+
+    def attend_all(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if cu_seqlens is None:
+            return attend(query, key, value, key_weight, key_padding_mask)
+        given: dict[str, Any] = {"key_weight": key_weight, "key_padding_mask": key_padding_mask}
+        output, ratio = packed_outputs(attend, query, key, value, cu_seqlens, **given)
+        return output, ratio
+
+    output, ratio = autocast_like_sdpa(attend_all, query, key, value)
+    return output, ratio[..., 0]
+
+
+@in_full_precision
+def log_far_mass(
+    weight: Tensor,
     keep: Tensor | None = None,
     *,
     near: Near,
@@ -48,136 +89,105 @@ def log_mass_ratio(
     is_causal: bool,
     past: Past | None = None,
 ) -> Tensor:
-    """ln(far / near) of each query, (B, H, N); -inf where all that it may see is near.
+    """ln of the sum of exp(weight) over the tokens that each query may see and that are not near, (B, H, N).
+
+    Sums run over all tokens before the neighbours and over all after them, in float64, in which weights may differ by
+    700: so no sum is the small difference of two large ones.
 
     Args:
-        query, key: (B, H, N, D) and (B, H_k, N, D).
-        key_weight: log-weights (B, H, N) of the keys; left out, 0.
-        keep: (B, N) bool; what a token that is not kept gets is finite or -inf, and means nothing.
+        weight: (B, H, N).
+        keep: (B, N) bool; what a token that is not kept gets means nothing.
         near, block_size: which tokens are near, see `lln.block_diagonal_attention`.
         is_causal: tokens see only those before them.
         past: tokens before the first one, for causal attention.
+
+    Returns:
+        In at least float32, -inf where there is no such token.
     """
-    dtype = accumulator(query.dtype)
-    if query.shape[2] == 0:
-        return query.new_zeros(query.shape[:3], dtype=dtype)
-    query, key = query.to(dtype), key.to(dtype)
-    weight = query.new_zeros(1, 1, 1).expand(*query.shape[:3]) if key_weight is None else key_weight.to(dtype)
-    order = None
-    if keep is not None:
-        order = front_order(keep)
-        kept, query, key = keep.gather(1, order), take_tokens(query, order), take_tokens(key, order)
-        query, key = blank(query, kept), blank(key, kept)
-        weight = weight.gather(2, order[:, None].expand_as(weight)).masked_fill(~kept[:, None], absent(dtype))
-    total = torch.logcumsumexp(weight, dim=2) if is_causal else weight.logsumexp(dim=2, keepdim=True)
-    number = torch.arange(query.shape[2], device=query.device)[None]
-    tokens = number.new_full((1,), query.shape[2]) if keep is None else keep.sum(dim=1)
-    before = number.new_zeros(1) if past is None else past.tokens.to(number.dtype)
+    dtype, tokens = accumulator(weight.dtype), weight.shape[2]
+    if tokens == 0:
+        return weight.to(dtype)
+    weight, order = weight.to(sum_dtype(weight.device)), None
+    if keep is not None:  # kept tokens in front, as their neighbours are counted
+        order = front_order(keep)[:, None].expand_as(weight)
+        weight = weight.masked_fill(~keep[:, None], -math.inf).gather(2, order)
+    recent, total = None, None
     if past is not None:
-        first = past.tokens.to(dtype).log()[:, None] if past.log_weight is None else past.log_weight.to(dtype)
-        total = torch.logaddexp(total, first.expand(*weight.shape[:2])[..., None])
-    neighbors = _Neighbors(near, block_size, is_causal)
-    scores, weights = neighbors.log_sums(query, key, weight, tokens, before, past)
-    # Far is what is left of the total. Where nothing is left, logarithms and their gradients would not be finite.
-    seen = before[:, None] + (number + 1 if is_causal else tokens[:, None])
-    is_far = (seen > neighbors.number(number + before[:, None], seen))[:, None] & (weights < total)
-    rest = torch.where(is_far, weights - total, math.log(0.5))
-    ratio = (total + torch.log(-torch.expm1(rest)) - scores).masked_fill(~is_far, -math.inf)
-    return ratio if order is None else ratio.gather(2, order.argsort(dim=1)[:, None].expand_as(ratio))
+        recent, total = _recent_weights(past, weight, block_size)
+        weight = torch.cat((recent, weight), dim=2)
+    highest = weight.detach().amax(dim=2, keepdim=True).clamp(min=torch.finfo(weight.dtype).min)
+    if total is not None:
+        highest = torch.maximum(highest, total.detach())
+    mass = (weight - highest).exp()
+    before = pad(mass, (1, 0))  # at place 0: all tokens that are not recent
+    if past is not None and recent is not None and total is not None:
+        older = (total - highest).exp() - mass[:, :, : recent.shape[2]].sum(dim=2, keepdim=True)
+        is_older = (past.tokens > recent.shape[2])[:, None, None]
+        before = torch.cat((older.clamp(min=0.0).where(is_older, 0.0), mass), dim=2)
+    first, end = _neighbors(near, block_size, is_causal, tokens, past, weight.device)
+    far = _take(before.cumsum(dim=2), first)
+    if not is_causal:
+        after = pad(mass.flip(2).cumsum(dim=2).flip(2), (0, 1))
+        far = far + _take(after, end)
+    is_far = far > 0  # elsewhere logarithms and their gradients would not be finite
+    found = (far.where(is_far, 1.0).log() + highest).to(dtype).masked_fill(~is_far, -math.inf)
+    return found if order is None else found.gather(2, order.argsort(dim=2))
 
 
-def packed_log_mass_ratio(
-    query: Tensor,
-    key: Tensor,
-    key_weight: Tensor | None,
-    cu_seqlens: Tensor,
-    *,
-    near: Near,
-    block_size: int,
-    is_causal: bool,
-) -> Tensor:
-    """As `log_mass_ratio`, for a row (1, H, N, D) of sequences laid end to end."""
-    lengths = cu_seqlens.diff().tolist()
-    longest = torch.arange(max(lengths, default=0), device=query.device)
-    keep = longest < torch.tensor(lengths, device=query.device)[:, None]
+@in_full_precision
+def next_log_far_mass(recent: Tensor, log_weight: Tensor, tokens: Tensor, *, near: Near) -> Tensor:
+    """`log_far_mass` of one kept token, (B, H, 1), with few operations: for generation.
 
-    def samples(x: Tensor) -> Tensor:  # (1, heads, N, features) to (sequences, heads, longest, features)
-        return pad_sequence(list(torch.split(x[0].transpose(0, 1), lengths)), batch_first=True).transpose(1, 2)
-
-    weight = None if key_weight is None else samples(key_weight[..., None])[..., 0]
-    options = {"near": near, "block_size": block_size, "is_causal": is_causal}
-    ratio = log_mass_ratio(samples(query), samples(key), weight, keep, **options)  # type: ignore[arg-type]
-    return ratio.transpose(1, 2)[keep].mT[None]
+    Args:
+        recent: log-weights (B, H, C) of the last of the tokens before, token t at place t % C.
+        log_weight: (B, H) ln of the sum of the weights of all of them.
+        tokens: (B,) their number.
+        near: where the neighbours of a token are; C is the block size.
+    """
+    places, tokens = torch.arange(recent.shape[2], device=recent.device), tokens[:, None]
+    is_near = places < tokens % recent.shape[2]
+    if near == "window":  # all that there are, but not the one whose place the token takes
+        is_near = (places < tokens) & (places != tokens % recent.shape[2])
+    is_near = is_near[:, None]
+    share = (recent - log_weight[..., None]).exp().where(is_near, 0.0).sum(dim=2, keepdim=True)
+    is_far = (tokens[..., None] > is_near.sum(dim=2, keepdim=True)) & (share < 1)
+    return (log_weight[..., None] + torch.log1p(-share)).masked_fill(~is_far, -math.inf)
 
 
-class _Neighbors(NamedTuple):
-    """Which tokens are near each other, by their numbers among the kept tokens of a sequence."""
+def _neighbors(
+    near: Near, block_size: int, is_causal: bool, tokens: int, past: Past | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The places of the first neighbour of each token and after its last one, (N,) or (B, N).
 
-    near: Near
-    block_size: int
-    is_causal: bool
+    Places are those of tokens with `block_size` recent ones before them if there is a past.
+    """
+    place = torch.arange(tokens, device=device)
+    recent = 0 if past is None else block_size
+    if near == "window":
+        right = 0 if is_causal else block_size // 2
+        first, end = place + recent - (block_size - 1 - right), place + right + 1
+    else:
+        number = place if past is None else place + past.tokens.to(place.dtype)[:, None]
+        first = place + recent - number % block_size
+        end = first + block_size
+    return first.clamp(min=0), end.clamp(max=tokens)
 
-    @property
-    def right(self) -> int:
-        """The furthest token that is near, counted from a token; of a block, from its first one."""
-        if self.is_causal:
-            return 0
-        return self.block_size // 2 if self.near == "window" else self.block_size - 1
 
-    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether the token `key` is near the token `query`."""
-        if self.near == "window":
-            left = self.block_size - 1 - self.right
-            return (key >= query - left) & (key <= query + self.right)
-        same = query.div(self.block_size, rounding_mode="floor") == key.div(self.block_size, rounding_mode="floor")
-        return same & (key <= query) if self.is_causal else same
+def _recent_weights(past: Past, like: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Log-weights of the last tokens, from the oldest to the newest, -inf where there is none, and of all together."""
+    ages = torch.arange(-block_size, 0, device=like.device)
+    numbers = past.tokens[:, None].long() + ages  # (B, C)
+    shape = (*like.shape[:2], block_size)
+    weight = like.new_zeros(shape)
+    if past.key_weight is not None:
+        weight = past.key_weight.to(like.dtype).gather(2, (numbers % block_size)[:, None].expand(shape))
+    weight = weight.masked_fill((numbers < 0)[:, None], -math.inf)
+    total = past.tokens.to(like.dtype).log()[:, None] if past.log_weight is None else past.log_weight.to(like.dtype)
+    return weight, total.expand(like.shape[:2])[..., None]
 
-    def number(self, query: Tensor, tokens: Tensor) -> Tensor:
-        """How many of the first `tokens` are near the token `query`, itself included."""
-        if self.near == "window":
-            first, last = query - (self.block_size - 1 - self.right), query + self.right
-        else:
-            first = query - query % self.block_size
-            last = query if self.is_causal else first + self.block_size - 1
-        return torch.minimum(last, tokens - 1) - first.clamp(min=0) + 1
 
-    def log_sums(
-        self, query: Tensor, key: Tensor, weight: Tensor, tokens: Tensor, before: Tensor, past: Past | None
-    ) -> tuple[Tensor, Tensor]:
-        """The logarithms of the sums of exp(s_ij) and of exp(w_j) over the near tokens, each (B, H, N).
-
-        Kept tokens come first, `tokens` of them; their numbers begin at `before`.
-        """
-        count, groups = query.shape[2], query.shape[1] // key.shape[1]
-        left, right = self.block_size - 1, self.right
-        size = min(max(self.block_size, SMALLEST_TILE), count)
-        tiles = -(-count // size)
-        span = size + left + right
-        fill = (0, tiles * size - count + right)
-        if past is None:
-            key, weight = pad(key, (0, 0, left, fill[1])), pad(weight, (left, fill[1]))
-        else:  # the last `left` tokens, in their order
-            places = (past.tokens[:, None].long() + torch.arange(-left, 0, device=key.device)) % past.key.shape[2]
-            recent = take_tokens(past.key.to(key.dtype), places)
-            key = pad(torch.cat((recent, key), dim=2), (0, 0, *fill))
-            recent_weight = weight.new_zeros(*weight.shape[:2], left)
-            if past.key_weight is not None:
-                index = places[:, None].expand(-1, weight.shape[1], -1)
-                recent_weight = past.key_weight.to(weight.dtype).gather(2, index)
-            weight = pad(torch.cat((recent_weight, weight), dim=2), fill)
-        q = torch.unflatten(pad(query, (0, 0, 0, tiles * size - count)), 2, (tiles, size))
-        k = repeat_heads(key, groups).unfold(2, span, size)  # (B, H, n, D, S)
-        w = weight.unfold(2, span, size)[..., None, :]  # (B, H, n, 1, S)
-        starts = torch.arange(tiles, device=query.device)[:, None, None] * size
-        rows = starts + torch.arange(size, device=query.device)[:, None]
-        columns = starts + torch.arange(span, device=query.device) - left
-        first, end = (x[:, None, None, None] for x in (-before.clamp(max=left), tokens))
-        shift = before[:, None, None, None]
-        # A row that is padding sees itself, so that its sum is not empty.
-        near = self.allowed(rows + shift, columns + shift) & (columns >= first) & (columns < end) | (rows == columns)
-        near = near[:, None]
-        sums = []
-        for x in ((q * query.shape[3] ** -0.5) @ k, w.expand(*w.shape[:3], size, span)):
-            found = x.masked_fill(~near, absent(x.dtype)).logsumexp(dim=-1)
-            sums.append(found.flatten(2, 3)[:, :, :count])
-        return sums[0], sums[1]
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    """Entries of x (B, H, ...) at places (N,) or (B, N)."""
+    if places.dim() == 1:
+        return x.index_select(2, places)
+    return x.gather(2, places[:, None].expand(-1, x.shape[1], -1))

@@ -11,7 +11,7 @@ from lln.backends.torch.summary import repeat_heads
 from lln.checks import check_at_least, check_block_size, check_choice, check_scale
 from lln.features import HeadFeatures
 from lln.forms import token_mean
-from lln.masks import read_padding, read_paddings
+from lln.masks import read_paddings
 from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
 from lln.matching.moments import SCOPES, Moments, Scope, measure_moments
 from lln.mechanism import Combine, JoinedBranches, Mechanism
@@ -387,16 +387,14 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
             options = self._options(query, key, tokens)
             options.pop("query_padding_mask", None)
             return self._function("lln_diag_attention")(query, key, value, **near, **options)
-        for name in ("key_padding_mask", "cu_seqlens", "is_causal"):
-            if name in tokens:
-                near[name] = tokens.get(name)
+        shared: Any = {name: x for name, x in tokens.items() if name in ("key_padding_mask", "cu_seqlens", "is_causal")}
         far = self._far(query, key, value, tokens)
-        softmax = self._function("block_diagonal_attention")(query, key, value, **near)
-        if self.parallel is not None and self.combine == "gate":
+        if self.parallel is None:
+            return self.join(far, *self.near_branch(query, key, value, **shared), query=query)
+        if self.combine == "gate":
             raise ValueError('a gate needs the keys of neighbours that other processes hold; use combine="ratio"')
-        keep = read_padding(tokens.get("key_padding_mask"), key)
-        options = {"is_causal": tokens.get("is_causal", False), "cu_seqlens": tokens.get("cu_seqlens")}
-        return self.join(far, softmax, query, self.log_mass_ratio(query, key, keep, **options))
+        softmax = self.parallel.block_diagonal_attention(query, key, value, **near, **shared)
+        return self.join(far, softmax, query=query)
 
     def _near_options(self) -> dict[str, Any]:
         return {"block_size": self.block_size, "near": self.near}

@@ -31,6 +31,9 @@ NO_GRAPH = (
 )
 
 
+Outputs = tuple[Tensor, ...]
+
+
 def attend_packed(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: Any
 ) -> Tensor:
@@ -45,10 +48,21 @@ def attend_packed(
     Raises:
         TypeError, ValueError: the sequences do not fit the tokens, or a mask is given beside them.
     """
+
+    def attend_one(*tokens: Tensor, **own: Any) -> Outputs:
+        return (attend(*tokens, **own),)
+
+    return packed_outputs(attend_one, query, key, value, cu_seqlens, **options)[0]
+
+
+def packed_outputs(
+    attend: Callable[..., Outputs], query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: Any
+) -> Outputs:
+    """`attend_packed` for what gives several tensors, each (B, H, N, features)."""
     return _outside_of_graphs(attend, query, key, value, cu_seqlens, options)
 
 
-def _outside_of_graphs(*arguments: Any) -> Tensor:
+def _outside_of_graphs(*arguments: Any) -> Outputs:
     """`_attend_packed` under torch.compiler.disable, which imports the compiler: seconds, if it is not there yet."""
     global _disabled
     if _disabled is None and "torch._dynamo" in sys.modules:
@@ -56,20 +70,20 @@ def _outside_of_graphs(*arguments: Any) -> Tensor:
     return (_disabled or _attend_packed)(*arguments)
 
 
-_disabled: Callable[..., Tensor] | None = None
+_disabled: Callable[..., Outputs] | None = None
 # What torch.compiler.disable marks a function with.
 _outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
 _outside_of_graphs._torchdynamo_disable_msg = NO_GRAPH  # type: ignore[attr-defined]
 
 
 def _attend_packed(
-    attend: Callable[..., Tensor],
+    attend: Callable[..., Outputs],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
     options: dict[str, Any],
-) -> Tensor:
+) -> Outputs:
     check_inputs(query, key, value, same_length="cu_seqlens")
     starts = _read_starts(cu_seqlens, query)
     for name in MASKS:
@@ -89,28 +103,33 @@ def _attend_packed(
     scales = {name: x[..., None] for name, x in options.items() if name in PER_TOKEN and _is_of_tokens(x)}
     options = {name: x for name, x in options.items() if name not in scales}
 
-    def run(tokens: list[Tensor], **padding: Tensor) -> Tensor:
+    def run(tokens: list[Tensor], **padding: Tensor) -> Outputs:
         own = {name: x[..., 0] for name, x in zip(scales, tokens[3:], strict=True)}
         return attend(*tokens[:3], **own, **options, **padding)
 
     cut = [query, key, value, *scales.values()]
-    lengths = [end - start for start, end in pairwise(starts)]
+    return _attend_parts(run, cut, [end - start for start, end in pairwise(starts)])
+
+
+def _attend_parts(run: Callable[..., Outputs], cut: list[Tensor], lengths: list[int]) -> Outputs:
+    """The outputs of `run` for sequences of these lengths, each a row of all sequences."""
+    query = cut[0]
     if not lengths or query.shape[2] == 0:
         return run(cut)
     if min(lengths) == max(lengths):
-        return _as_row(run([_as_samples(x, len(lengths)) for x in cut]))
+        return tuple([_as_row(x) for x in run([_as_samples(x, len(lengths)) for x in cut])])
     parts = list(zip(*(_split(x, lengths) for x in cut), strict=True))
-    outputs: dict[int, Tensor] = {}
+    outputs: dict[int, Outputs] = {}
     for group in _groups(lengths, is_cpu=query.device.type == "cpu"):
         if len(group) == 1:
             outputs[group[0]] = run(list(parts[group[0]]))
             continue
         sizes = [lengths[i] for i in group]
         padded = [_as_samples(_pad([parts[i][n] for i in group], max(sizes)), len(group)) for n in range(len(cut))]
-        row = _as_row(run(padded, key_padding_mask=torch.tensor(sizes, device=query.device)))
-        pieces = _split(row, [n for size in sizes for n in (size, max(sizes) - size)])
-        outputs.update(zip(group, pieces[::2], strict=True))
-    return _cat([outputs[i] for i in sorted(outputs)])
+        rows = [_as_row(x) for x in run(padded, key_padding_mask=torch.tensor(sizes, device=query.device))]
+        pieces = zip(*(_split(x, [n for size in sizes for n in (size, max(sizes) - size)]) for x in rows), strict=True)
+        outputs.update(zip(group, list(pieces)[::2], strict=True))
+    return tuple([_cat(list(x)) for x in zip(*(outputs[i] for i in sorted(outputs)), strict=True)])
 
 
 def _read_starts(cu_seqlens: Tensor, query: Tensor) -> list[int]:

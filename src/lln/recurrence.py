@@ -54,6 +54,8 @@ class Advance(NamedTuple):
     output: Tensor  # (B, H, N, V) LLN attention, or its mean with `near`
     near: Tensor | None  # (B, H, N, V) softmax attention among neighbours, if it was asked for apart
     memory: Memory
+    near_lse: Tensor | None = None  # (B, H, N) with `near`: the log-sum-exp of its scores, 0 for tokens not kept
+    is_owner: bool = False  # each tensor of `memory` is known to have its memory to itself
 
 
 def check_tokens(

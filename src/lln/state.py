@@ -160,8 +160,8 @@ class LLNState:
                 (B, H_k, N, D), where `query` and `key` are others, (B, H, N, F) and (B, H_k, N, F), for LLN attention.
             key_weight: (B, H, N) log-weights of the keys in LLN attention.
         """
-        output, _, memory = self._advance(query, key, value, apart=False, **options)
-        return output, self._with(memory)
+        found = self._advance(query, key, value, apart=False, **options)
+        return found.output, self._after(found)
 
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StateOptions]
@@ -169,15 +169,16 @@ class LLNState:
         """The output (B, H, 1, V) of the next token, and the state after it; see `prefill`."""
         if query.dim() == 4 and query.shape[2] != 1:
             raise ValueError(f"step takes one token, got query {tuple(query.shape)}; use prefill for several")
-        output, _, memory = self._advance(query, key, value, apart=False, **options)
-        return output, self._with(memory)
+        found = self._advance(query, key, value, apart=False, **options)
+        return found.output, self._after(found)
 
     def branches(
         self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[StateOptions]
-    ) -> tuple[Tensor, Tensor | None, "LLNState"]:
-        """As `prefill`, with the outputs of LLN and of softmax attention apart, in the accumulator's dtype."""
-        far, near, memory = self._advance(query, key, value, apart=True, **options)
-        return far, near, self._with(memory)
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, "LLNState"]:
+        """As `prefill`, with the outputs of LLN and of softmax attention apart, in the accumulator's dtype, and the
+        log-sum-exp (B, H, N) of the scores of the latter, 0 for a token that is not kept."""
+        found = self._advance(query, key, value, apart=True, **options)
+        return found.output, found.near, found.near_lse, self._after(found)
 
     def reorder(self, index: Tensor) -> "LLNState":
         """The state of the samples `index` (any number of them, also repeated), as a beam search asks for."""
@@ -305,12 +306,17 @@ class LLNState:
         sums = (self.count, self.query_sums, self.key_sums)
         return Memory(self.mass, self.values, *sums, self.recent_key, self.recent_value)
 
-    def _with(self, memory: Memory) -> "LLNState":
-        """The state with another memory: this one, if its tensors were overwritten."""
-        if memory.mass is self.mass:
+    def _after(self, advance: Advance) -> "LLNState":
+        """The state after some tokens: this one, if its tensors were overwritten."""
+        if advance.memory.mass is self.mass:
             return self
-        tensors = memory._asdict()
-        return replace(self, count=tensors.pop("num_tokens"), **tensors)
+        tensors = advance.memory._asdict()
+        tensors["count"] = tensors.pop("num_tokens")
+        if not advance.is_owner:
+            return replace(self, **tensors)
+        state = object.__new__(LLNState)  # without the checks of `__post_init__`, which take as long as many tokens
+        state.__dict__.update(self.__dict__, _steps=Repeats(4), **tensors)
+        return state
 
     def _check_shapes(self) -> None:
         """Refuse tensors that do not belong to one state: C code reads them without a further look."""

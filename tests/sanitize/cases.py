@@ -200,6 +200,9 @@ def run(case: Case) -> None:
     leaves = [*inputs, *(x for x in (*scales.values(), form.get("key_weight")) if isinstance(x, Tensor))]
     output = backend.attention(problem)
     results += [output, *torch.autograd.grad(output, leaves, gradient)]
+    if not far:
+        outputs = backend.near_with_lse(problem)
+        results += [*outputs, *torch.autograd.grad(outputs, leaves, (gradient, torch.randn_like(outputs[1])))]
     if case.is_causal and far and case.scales != "tokens":
         results += run_state(case, inputs, options["key_padding_mask"], scales, problem.key_weight)
     if case.values == "normal" and (problem.key_weight is None or problem.key_weight.isfinite().all()):
@@ -240,9 +243,9 @@ def run_state(
             tokens = [x[:, :, start:end] for x in inputs]
             keep = None if mask is None else mask[:, start:end]
             more: Any = {name: x[:, :, start:end] for name, x in others.items()}
-            far, near, _ = state.branches(*tokens, key_padding_mask=keep, **more)
+            far, near, lse, _ = state.branches(*tokens, key_padding_mask=keep, **more)
             output, state = state.prefill(*tokens, key_padding_mask=keep, in_place=start % 2 == 0, **more)
-            results += [far, output] if near is None else [far, near, output]
+            results += [far, output] if near is None or lse is None else [far, near, lse, output]
     return results
 
 

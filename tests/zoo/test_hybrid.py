@@ -3,7 +3,7 @@ import torch
 
 import lln
 import lln.zoo
-from lln.neighbors import log_mass_ratio
+from lln.neighbors import near_with_mass_ratio
 
 
 def make(**options):
@@ -25,7 +25,8 @@ def test_both_branches_with_their_shares(far, is_causal):
     logit = (query * hybrid.gate[:, None]).sum(dim=-1, keepdim=True) + torch.log(torch.tensor(0.3 / 0.7))
     keep = torch.arange(23) < torch.tensor([23, 14])[:, None]
     neighbors = {"near": "window", "block_size": 5, "is_causal": is_causal}
-    share = torch.sigmoid(logit + log_mass_ratio(query, key, None, keep, **neighbors)[..., None])
+    _, ratio = near_with_mass_ratio(query, key, key, key_padding_mask=keep, **neighbors)
+    share = torch.sigmoid(logit + ratio[..., None])
     output, expected = hybrid(query, key, value, **options), share * distant + (1 - share) * close
     kept = keep[:, None, :, None].expand_as(output)
     torch.testing.assert_close(output[kept], expected[kept], rtol=1e-5, atol=1e-5)

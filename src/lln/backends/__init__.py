@@ -19,7 +19,9 @@ from torch import Tensor
 from lln.backends.base import Backend, Prepared
 from lln.backends.cpu import CpuBackend
 from lln.backends.torch import TorchBackend
+from lln.backends.torch.advance import near_lse
 from lln.backends.triton import TritonBackend
+from lln.precision import accumulator
 from lln.problem import Options, Problem
 from lln.recurrence import Advance, Recurrence
 from lln.repeats import Signature
@@ -93,12 +95,27 @@ def attention(problem: Problem, signature: Signature | None = None) -> Tensor:
     return backend.attention(problem)
 
 
+def near_with_lse(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Softmax attention among neighbours and the log-sum-exp (B, H, N) of its scores, in the accumulator's dtype.
+
+    Where the first backend that can compute the attention has no log-sum-exp, both are computed by plain torch.
+    """
+    if problem.is_empty:
+        output = problem.output_of_nothing()
+        return output, output.new_zeros(output.shape[:3], dtype=accumulator(output.dtype))
+    backend = choose(problem)
+    return (backend if backend.has_lse else TorchBackend()).near_with_lse(problem)
+
+
 def advance(recurrence: Recurrence, signature: Signature | None = None, repeats: Repeats | None = None) -> Advance:
     """Compute the next tokens of a state with the first backend that can; a step that may be repeated is prepared."""
     backend = _first(lambda backend: backend.why_not_advance(recurrence))
     if signature is not None and repeats is not None and (prepared := backend.prepare_step(recurrence)) is not None:
         repeats.keep(signature, backend, prepared)
-    return backend.advance(recurrence)
+    if backend.has_lse or not recurrence.apart or recurrence.memory.recent_key is None:
+        return backend.advance(recurrence)
+    lse = near_lse(recurrence)  # before its memory is overwritten
+    return backend.advance(recurrence)._replace(near_lse=lse)
 
 
 def choose(problem: Problem) -> Backend:

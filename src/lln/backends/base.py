@@ -18,6 +18,7 @@ class Backend(ABC):
     """One way to compute attention. Adding one is a subclass and a line in `lln.backends.BACKENDS`."""
 
     name: ClassVar[str]
+    has_lse: ClassVar[bool] = False  # `near_with_lse` and `near_lse` of an `Advance`; plain torch has them otherwise
 
     @abstractmethod
     def why_not(self, problem: Problem) -> str | None:
@@ -30,6 +31,10 @@ class Backend(ABC):
     @abstractmethod
     def near(self, problem: Problem) -> Tensor:
         """Softmax attention among neighbours (B, H, N, V), with zeros for padding."""
+
+    def near_with_lse(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """`near` in the dtype of its inputs, and the log-sum-exp of its scores, (B, H, N) with zeros for padding."""
+        raise NotImplementedError
 
     def average(self, problem: Problem) -> Tensor:
         """The mean of both; a backend that makes one pass over the tokens for it overrides this."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lln.backends.torch.causal import CAUSAL
 from lln.backends.torch.full import key_gradients, query_gradients
-from lln.backends.torch.summary import KeySummary, empty_summary, recall, remember, size_of_pieces
+from lln.backends.torch.summary import KeySummary, attend_summary, empty_summary, size_of_pieces, summarize
 from lln.distributed.merge import Layout, Merge, refuse_second_order
-from lln.masks import blank_not_finite
+from lln.masks import zero_nonfinite_padding
 from lln.matching.moments import chunks
 from lln.problem import Problem
 
@@ -39,14 +39,14 @@ def summary_of(
     batch, heads, _, head_dim = query.shape
     if key.shape[2] == 0:
         return empty_summary(batch, heads, head_dim, value.shape[3], like=query)
-    return remember(key, value, beta, keep, weight, heads=heads)
+    return summarize(key, value, beta, keep, weight, heads=heads)
 
 
 def finish(problem: Problem, merge: Merge, *, share: float) -> Tensor:
     """The output (B, H, N, V) of the queries of this process, in the accumulator's dtype, times `share`."""
     assert problem.alpha is not None
     assert problem.beta is not None
-    query = blank_not_finite(problem.query, problem.queries.keep) if problem.query.numel() else problem.query
+    query = zero_nonfinite_padding(problem.query, problem.queries.keep) if problem.query.numel() else problem.query
     attention: Any = _Causal if problem.is_causal else _Full
     scales = (problem.alpha[..., None], problem.beta[..., None])
     tokens = (query, problem.key, problem.value, *scales, problem.keys.keep, problem.key_weight)
@@ -71,7 +71,7 @@ class _Full(torch.autograd.Function):
         memory = merge.finish()
         ctx.merge, ctx.share = merge, share
         ctx.save_for_backward(query, key, value, alpha, beta, keep, weight, *memory)
-        return recall(query, alpha, memory).mul_(share)
+        return attend_summary(query, alpha, memory).mul_(share)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln.backends.torch.summary import KeySummary, absent
+from lln.backends.torch.summary import KeySummary, mask_value
 from lln.distributed.ranks import Pending, Ranks
 
 
@@ -165,7 +165,7 @@ class Merge:
 def merge_all(mass: Tensor, values: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     """For each process the merged mass (P, rows) and mean values (P, rows, V) of those that are allowed."""
     dtype = mass.dtype
-    masses = mass.expand(allowed.shape).masked_fill(~allowed, absent(dtype))
+    masses = mass.expand(allowed.shape).masked_fill(~allowed, mask_value(dtype))
     merged = masses.logsumexp(dim=1)
     share = (masses - merged[:, None]).exp().masked_fill(~allowed, 0.0)
     return merged, _mix(share, values, allowed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lln.distributed.merge import Layout, SumOverRanks, rows_of
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.matching.moments import (
     LARGEST_ENTRY,
     SMALLEST_SIGMA,
@@ -34,7 +34,7 @@ def sample_centers(problem: Problem, layout: Layout) -> Centers:
     """The means (B, H, D) and (B, H_k, D) of the kept queries and keys of each sequence; gradients flow through."""
     dtype = accumulator(problem.query.dtype)
     sums = [
-        blank(x.to(dtype), keep).sum(dim=2)
+        fill_padding(x.to(dtype), keep).sum(dim=2)
         for x, keep in ((problem.query, problem.queries.keep), (problem.key, problem.keys.keep))
     ]
     counts = torch.stack([layout.total(side) for side in (0, 1)]).clamp(min=1).to(sums[0])
@@ -170,7 +170,7 @@ def _batch_moments(problem: Problem, query: Tensor, key: Tensor, layout: Layout)
         if x.numel():
             size = piece_tokens(*x.shape[:2], x.shape[3], device=x.device)
             for part, kept in pieces(x, keep, size):
-                square = square + blank(bounded(part) - mean.to(part.dtype), kept).square().sum().to(wide)
+                square = square + fill_padding(bounded(part) - mean.to(part.dtype), kept).square().sum().to(wide)
         squares.append(square)
     variance = reduce(squares) / (torch.stack(entries) - 1).clamp(min=1)
     sigma_q, sigma_k = (x.sqrt().to(accumulator(query.dtype)).expand(shape) for x in variance)

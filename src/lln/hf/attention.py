@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from lln import zoo
-from lln.checks import check_values, known
+from lln.checks import check_values, is_readable
 from lln.functional import lln_attention, lln_diag_attention
 from lln.hf.packing import PLAIN_MASKS, PackedMask, attend_rows, packed_mask, read_packing
 from lln.hf.state_cache import StateLayer, note_past_recording, state_layer
@@ -105,7 +105,7 @@ def make_padding_mask(
     if keep.dim() != 2 or keep.shape[1] != q_length + q_offset:  # refused by `attend`, unless it is for other keys
         return keep
     everything = keep.all()
-    return None if known(everything) and bool(everything) else keep
+    return None if is_readable(everything) and bool(everything) else keep
 
 
 def attend(

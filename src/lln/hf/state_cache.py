@@ -132,10 +132,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return output
         query, key = piece.get("near_query", piece["query"]), piece.get("near_key", piece["key"])
         assert isinstance(mechanism, JoinedBranches)
-        ratio = mechanism.log_mass_ratio(query, key, piece["key_padding_mask"], is_causal=True, state=self.state)
-        far, near, self.state = self.state.branches(**piece, in_place=in_place)
+        far_mass = mechanism.log_far_mass(key, piece["key_padding_mask"], self.state)
+        far, near, near_lse, self.state = self.state.branches(**piece, in_place=in_place)
         assert near is not None
-        return mechanism.join(far, near, query, ratio).to(piece["value"].dtype)
+        assert near_lse is not None
+        ratio = None if far_mass is None else far_mass - near_lse
+        return mechanism.join(far, near, ratio, query=query).to(piece["value"].dtype)
 
     def _advance_recorded(self, mechanism: Mechanism, piece: Piece) -> Tensor:
         outputs = []

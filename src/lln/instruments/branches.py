@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lln.functional import block_diagonal_attention, lln_attention
-from lln.masks import blank, read_padding
+from lln.masks import fill_padding, read_padding
 from lln.matching.curves import Matching
 from lln.matching.moments import Scope
 from lln.precision import accumulator
@@ -56,7 +56,7 @@ def branches(
         query, key, value, block_size=block_size, key_padding_mask=key_padding_mask, is_causal=is_causal
     )
     keep = read_padding(key_padding_mask, query)
-    far, near = (blank(x.to(accumulator(x.dtype)), keep).flatten(2) for x in (far, near))
+    far, near = (fill_padding(x.to(accumulator(x.dtype)), keep).flatten(2) for x in (far, near))
     far_length, near_length = far.norm(dim=-1), near.norm(dim=-1)
     total = far_length + near_length
     return Branches(

@@ -195,7 +195,8 @@ def _far_share(mechanism: JoinedBranches, query: Tensor, key: Tensor, options: O
     """The share of LLN attention of one sample, (H, 1 or N), or None where it is one half."""
     keep = options.get("key_padding_mask")
     keep = None if keep is None else keep[sample, None]
-    ratio = mechanism.log_mass_ratio(query, key, keep, is_causal=options.get("is_causal", False))
+    is_causal = options.get("is_causal", False)
+    _, ratio = mechanism.near_branch(query, key, key, key_padding_mask=keep, is_causal=is_causal)
     share = mechanism.far_share(query, ratio)
     return None if share is None else share[0, :, :, 0]
 

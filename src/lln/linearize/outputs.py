@@ -20,7 +20,7 @@ from lln.forms import token_mean
 from lln.linearize.data import Batch
 from lln.linearize.losses import attend
 from lln.linearize.teacher import Observation, observing
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.mechanism import JoinedBranches, Mechanism
 
 # The pull of the projection to the teacher's, in units of the mean square of the heads' outputs. Of 0.03, 0.3, 1, 4 and
@@ -41,14 +41,15 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
     mechanism.branches = "both"
     between, missing = outputs["far"] - outputs["near"], seen.output - outputs["near"]
     if seen.keep is not None:
-        between, missing = blank(between, seen.keep), blank(missing, seen.keep)
+        between, missing = fill_padding(between, seen.keep), fill_padding(missing, seen.keep)
     size, along = between.square().sum(dim=3), (between * missing).sum(dim=3)  # (B, H, N)
     offset = torch.zeros(1, 1, 1)
     if mechanism.combine == "gate":
         # What a query says of keys that it does not know: its score with the mean key.
         mean = token_mean(seen.key, seen.keep).mean(dim=0) * seen.key.shape[3] ** -0.5
         mechanism.gate.copy_(mean.repeat_interleave(mechanism.num_heads // len(mean), dim=0))
-        ratio = mechanism.log_mass_ratio(seen.query, seen.key, seen.keep, is_causal=seen.is_causal)
+        options: Any = {"key_padding_mask": seen.keep, "is_causal": seen.is_causal}
+        _, ratio = mechanism.near_branch(seen.query, seen.key, seen.key, **options)
         assert ratio is not None
         offset = ratio + (seen.query @ mechanism.gate[..., None])[..., 0]
     # The error is a smooth function of one number for each head: a coarse search, then a fine one around its result.

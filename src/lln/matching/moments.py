@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_choice, check_inputs
-from lln.masks import blank, kept_tokens, read_paddings
+from lln.masks import fill_padding, kept_tokens, read_paddings
 from lln.matching.curves import Form, Matching, linear_constants, matched_spread
 from lln.precision import accumulator, in_full_precision, sum_dtype
 
@@ -186,7 +186,7 @@ def pieces(x: Tensor, keep: Tensor | None, size: int | None = None) -> Iterator[
     """`x` (B, heads, tokens, features) chunk by chunk in the accumulator's dtype, padding blanked, and what is kept."""
     for part, piece in zip(chunks(x.shape[2], size), cut(x, size), strict=True):
         kept = None if keep is None else keep[:, part]
-        yield blank(piece.to(accumulator(x.dtype)), kept), kept
+        yield fill_padding(piece.to(accumulator(x.dtype)), kept), kept
 
 
 def cut(x: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
@@ -218,7 +218,7 @@ def feature_moments(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Ten
         new = count_tokens(part, kept)[..., None]
         entries = bounded(part)
         new_mean = (entries.sum(dim=2) + not_finite(part, 2, 3)[..., 0]) / new.clamp(min=1.0)
-        centred = blank(entries.sub_(new_mean[:, :, None]), kept)
+        centred = fill_padding(entries.sub_(new_mean[:, :, None]), kept)
         new_squares = centred.mT @ centred
         if found is None:
             found = new, new_mean, new_squares
@@ -263,7 +263,7 @@ def _unbiased_sigma(x: Tensor, keep: Tensor | None) -> Tensor:
     size = piece_tokens(*x.shape[:2], x.shape[3], device=x.device)
     total = sum(bounded(part).sum() + not_finite(part, 0, 1, 2, 3).sum() for part, _ in pieces(x, keep, size))
     mean = total / entries.clamp(min=1.0)
-    squares = sum(blank(bounded(part) - mean, kept).square().sum() for part, kept in pieces(x, keep, size))
+    squares = sum(fill_padding(bounded(part) - mean, kept).square().sum() for part, kept in pieces(x, keep, size))
     return (squares / (entries - 1).clamp(min=1.0)).sqrt()
 
 

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lln.checks import check_block_size
 from lln.functional import block_diagonal_attention
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.nn import LLNAttention, LLNDiagAttention
 from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import on_kept_tokens
@@ -43,7 +43,9 @@ class Softmax(PeerMechanism):
             return on_kept_tokens(mix, query, key, value, keep)
         allowed = keep[:, None, None, :]  # broadcasts: a row for each query would take N x M
         some = allowed.any(dim=-1, keepdim=True)  # SDPA gives NaN where nothing may be seen; here it is zero
-        output = scaled_dot_product_attention(query, blank(key, keep), blank(value, keep), attn_mask=allowed | ~some)
+        output = scaled_dot_product_attention(
+            query, fill_padding(key, keep), fill_padding(value, keep), attn_mask=allowed | ~some
+        )
         return output.masked_fill(~some, 0.0)
 
     def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ Rows of P are normalised to sum to 1; a row without any weight gives zeros.
 import torch
 from torch import Tensor
 
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.precision import accumulator
 from lln.zoo.core import PAPER
 from lln.zoo.linear import linear_attention, weighted_mean
@@ -90,7 +90,7 @@ class Kernel(PeerMechanism):
     """Attention with weights that are a function of each score q . k / sqrt(D), by the explicit matrix."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
-        q, k, v = (x.to(accumulator(x.dtype)) for x in (query, blank(key, keep), blank(value, keep)))
+        q, k, v = (x.to(accumulator(x.dtype)) for x in (query, fill_padding(key, keep), fill_padding(value, keep)))
         weights = self.weights(q @ k.mT * query.shape[3] ** -0.5)
         if keep is not None:
             weights = weights.masked_fill(~keep[:, None, None, :], 0.0)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lln.backends.torch.summary import collect
+from lln.backends.torch.summary import join_pieces
 from lln.checks import check_at_least
 from lln.matching.moments import CHUNK_TOKENS, chunks
 from lln.zoo.registry import PeerMechanism, register
@@ -74,4 +74,4 @@ class Flash(PeerMechanism):
                 yield inside + join_blocks(blocks(q_across, size) @ before[:, :, :-1], q.shape[2])
                 sums = before[:, :, -1]
 
-        return collect(parts(), query, value.shape[3])
+        return join_pieces(parts(), query, value.shape[3])

@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid, pad
 
 from lln.backends.torch.causal import CAUSAL_CHUNK
 from lln.checks import check_at_least
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.zoo.linear import recurrent_attention
 from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import blocks, join_blocks
@@ -66,7 +66,7 @@ class GLA(PeerMechanism):
         def step(
             q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, state: Tensor | None, own: bool
         ) -> tuple[Tensor, Tensor]:
-            return gated_sums(q * self.head_dim**-0.5, k, v, blank(self.gates(k), kept, 1.0), state, own=own)
+            return gated_sums(q * self.head_dim**-0.5, k, v, fill_padding(self.gates(k), kept, 1.0), state, own=own)
 
         return recurrent_attention(query, key, value, keep, is_causal, step=step)
 

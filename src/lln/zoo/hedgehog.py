@@ -6,7 +6,7 @@ from torch.nn.functional import log_softmax
 
 from lln.backends.torch.summary import repeat_heads
 from lln.functional import lln_attention
-from lln.masks import blank, blank_not_finite
+from lln.masks import fill_padding, zero_nonfinite_padding
 from lln.precision import accumulator, in_full_precision
 from lln.zoo.registry import PeerMechanism, register
 
@@ -41,15 +41,15 @@ class Hedgehog(PeerMechanism):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         # With as many queries as keys these are the same tokens, as everywhere in this library (lln.masks).
-        query = blank_not_finite(query, keep if query.shape[2] == key.shape[2] else None)
-        return _attend(query, blank(key, keep), value, keep, is_causal, self.map_query, self.map_key)
+        query = zero_nonfinite_padding(query, keep if query.shape[2] == key.shape[2] else None)
+        return _attend(query, fill_padding(key, keep), value, keep, is_causal, self.map_query, self.map_key)
 
     def log_features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
         groups = query.shape[1] // key.shape[1]
-        key = repeat_heads(blank(key, keep_key), groups)
-        return _log_features(blank(query, keep_query) @ self.map_query), _log_features(key @ self.map_key)
+        key = repeat_heads(fill_padding(key, keep_key), groups)
+        return _log_features(fill_padding(query, keep_query) @ self.map_query), _log_features(key @ self.map_key)
 
 
 @in_full_precision

@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor
 
 from lln.checks import check_block_size, check_choice
-from lln.functional import block_diagonal_attention
 from lln.mechanism import Combine, JoinedBranches
 from lln.problem import NEARS, Near
 from lln.zoo.registry import PeerMechanism, build, register
@@ -52,9 +51,8 @@ class Hybrid(JoinedBranches, PeerMechanism):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         far: Tensor = self.far(query, key, value, key_padding_mask=keep, is_causal=is_causal)
-        options: dict[str, Any] = {"block_size": self.block_size, "near": self.near, "is_causal": is_causal}
-        near = block_diagonal_attention(query, key, value, key_padding_mask=keep, **options)
-        return self.join(far, near, query, self.log_mass_ratio(query, key, keep, is_causal=is_causal))
+        near = self.near_branch(query, key, value, key_padding_mask=keep, is_causal=is_causal)
+        return self.join(far, *near, query=query)
 
     def log_features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None

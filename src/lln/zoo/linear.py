@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lln.backends.torch.causal import CAUSAL_CHUNK
-from lln.backends.torch.summary import collect
-from lln.checks import known
-from lln.masks import blank, blank_not_finite
+from lln.backends.torch.summary import join_pieces
+from lln.checks import is_readable
+from lln.masks import fill_padding, zero_nonfinite_padding
 from lln.matching.moments import chunks, not_finite, pieces
 from lln.precision import accumulator, in_full_precision
 
@@ -58,16 +58,16 @@ def linear_attention(
     """
     dtype = accumulator(value.dtype)
     # With as many queries as keys these are the same tokens, as everywhere in this library (lln.masks).
-    query = blank_not_finite(query, keep if query.shape[2] == key.shape[2] else None)
+    query = zero_nonfinite_padding(query, keep if query.shape[2] == key.shape[2] else None)
 
     def queries(part: slice) -> Tensor:
         return query_features(query[:, :, part].to(dtype), part)
 
     def keys(part: slice) -> tuple[Tensor, Tensor]:
         kept = None if keep is None else keep[:, part]
-        k, v = (blank(x[:, :, part].to(dtype), kept) for x in (key, value))
+        k, v = (fill_padding(x[:, :, part].to(dtype), kept) for x in (key, value))
         # A last value that is always 1 sums the weights.
-        return blank(key_features(k, part), kept), pad(v, (0, 1), value=1.0)
+        return fill_padding(key_features(k, part), kept), pad(v, (0, 1), value=1.0)
 
     def parts() -> Iterator[Tensor]:
         state: Tensor | None = None  # (B, H, F, V + 1)
@@ -84,7 +84,7 @@ def linear_attention(
                 sums = q @ state
             yield finish(sums[..., :-1], sums[..., -1:], part).to(value.dtype)
 
-    return collect(parts(), query, value.shape[3])
+    return join_pieces(parts(), query, value.shape[3])
 
 
 def _causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def recurrent_attention(
                     output, state = output + odd, state + odd[:, :, -1:]
                 yield output
 
-        return collect(parts(), inputs[0], value.shape[3])
+        return join_pieces(parts(), inputs[0], value.shape[3])
 
     output = scan(query, key, value, kept=keep, own=True)
     if not is_causal:
@@ -142,7 +142,7 @@ def _finite_tokens(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
     the last one: all are known to be finite.
     """
     odd = not_finite(k, -1) + not_finite(v, -1)
-    if known(some := odd.isnan().any()) and not bool(some):
+    if is_readable(some := odd.isnan().any()) and not bool(some):
         return k, v, None
     k, v = (x.masked_fill(odd.isnan(), 0.0) for x in (k, v))
     return k, v, odd.cumsum(dim=2)

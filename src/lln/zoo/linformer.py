@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from lln.backends.torch.summary import collect
+from lln.backends.torch.summary import join_pieces
 from lln.checks import check_at_least
-from lln.masks import blank, front_order, take_tokens
+from lln.masks import fill_padding, front_order, take_tokens
 from lln.matching.moments import chunks
 from lln.precision import accumulator
 from lln.zoo.registry import PeerMechanism, register
@@ -50,7 +50,7 @@ class Linformer(PeerMechanism):
         dtype, tokens = accumulator(query.dtype), key.shape[2]
         if keep is not None:
             order = front_order(keep)
-            key, value = (take_tokens(blank(x, keep), order) for x in (key, value))
+            key, value = (take_tokens(fill_padding(x, keep), order) for x in (key, value))
 
         def rows(projection: Tensor, x: Tensor) -> Tensor:  # (B, H, R, features), piece by piece
             total = torch.zeros((), dtype=dtype, device=x.device)
@@ -62,4 +62,4 @@ class Linformer(PeerMechanism):
         k, v = rows(self.project_key, key) * self.head_dim**-0.5, rows(project_value, value)
         queries = (query[:, :, part].to(dtype) for part in chunks(query.shape[2]))
         parts = ((torch.softmax(q @ k.mT, dim=-1) @ v).to(value.dtype) for q in queries)
-        return collect(parts, query, value.shape[3])
+        return join_pieces(parts, query, value.shape[3])

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-from lln.backends.torch.summary import absent
+from lln.backends.torch.summary import mask_value
 from lln.checks import check_at_least
-from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.precision import accumulator
 from lln.zoo.registry import PeerMechanism, register
 
@@ -30,7 +30,7 @@ def landmarks(x: Tensor, keep: Tensor | None, number: int) -> tuple[Tensor, Tens
     index = torch.arange(number, device=x.device)
     member = ((segment[:, None, :] == index[:, None]) & kept[:, None, :]).to(x.dtype)  # (B, L, tokens)
     mean = member / member.sum(dim=-1, keepdim=True).clamp(min=1.0)
-    return mean[:, None] @ blank(x, keep), index < used
+    return mean[:, None] @ fill_padding(x, keep), index < used
 
 
 def refine_inverse(matrix: Tensor, start: Tensor, iterations: int) -> Tensor:
@@ -92,7 +92,7 @@ class Nystrom(PeerMechanism):
         if self.conv is not None and query.shape[2] != key.shape[2]:
             raise ValueError("the convolution of the values needs as many queries as keys; leave conv_kernel out")
         dtype = accumulator(query.dtype)
-        q, k, v = (x.to(dtype) for x in (query, blank(key, keep), blank(value, keep)))
+        q, k, v = (x.to(dtype) for x in (query, fill_padding(key, keep), fill_padding(value, keep)))
         q = q * self.head_dim**-0.5
         keep_query = keep if query.shape[2] == key.shape[2] else None  # these are the same tokens (lln.masks)
         middle_q, real_q = landmarks(q, keep_query, self.num_landmarks)
@@ -101,11 +101,11 @@ class Nystrom(PeerMechanism):
         def weights(left: Tensor, right: Tensor, allowed: Tensor | None) -> Tensor:
             scores = left @ right.mT
             if allowed is not None:
-                scores = scores.masked_fill(~allowed[:, None, None, :], absent(dtype))
+                scores = scores.masked_fill(~allowed[:, None, None, :], mask_value(dtype))
             return torch.softmax(scores, dim=-1)
 
         # Landmarks that do not exist are rows and columns of zeros, which are zeros in the pseudo-inverse as well.
-        middle = blank(weights(middle_q, middle_k, real_k), real_q) * real_k[:, None, None, :]
+        middle = fill_padding(weights(middle_q, middle_k, real_k), real_q) * real_k[:, None, None, :]
         norm = middle.sum(dim=-2).amax(dim=-1) * middle.sum(dim=-1).amax(dim=-1)  # |A|_1 |A|_inf, at least |A|²
         start = middle.mT / norm.clamp(min=torch.finfo(dtype).tiny)[..., None, None]
         context = refine_inverse(middle, start, self.iterations) @ (weights(middle_q, k, keep) @ v)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lln.backends.torch.causal import causal_attention
-from lln.backends.torch.summary import collect, empty_summary, merge, recall, remember
+from lln.backends.torch.summary import attend_summary, empty_summary, join_pieces, merge, summarize
 from lln.checks import check_at_least
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.matching.moments import chunks
 from lln.precision import accumulator
 from lln.zoo.registry import PeerMechanism, register
@@ -125,7 +125,7 @@ class Performer(RandomFeatures):
 
         def keys(part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
             kept = None if keep is None else keep[:, part]
-            k = blank(key[:, :, part].to(dtype), kept) * self.head_dim**-0.25
+            k = fill_padding(key[:, :, part].to(dtype), kept) * self.head_dim**-0.25
             return k @ w.mT - k.square().sum(dim=-1, keepdim=True) / 2, value[:, :, part], kept
 
         def parts() -> Iterator[Tensor]:  # a and b are wider than the heads: they are there for one piece at a time
@@ -133,13 +133,13 @@ class Performer(RandomFeatures):
             if not is_causal:
                 for part in chunks(key.shape[2]):
                     b, v, kept = keys(part)
-                    memory = merge(memory, remember(b, v, one, kept, heads=self.num_heads))
+                    memory = merge(memory, summarize(b, v, one, kept, heads=self.num_heads))
             for part in chunks(query.shape[2]):
                 if is_causal:
                     b, v, kept = keys(part)
                     output, memory = causal_attention(queries(part), b, v, one, one, kept, memory)
                 else:
-                    output = recall(queries(part), one, memory)
+                    output = attend_summary(queries(part), one, memory)
                 yield output.to(value.dtype)
 
-        return collect(parts(), query, value.shape[3])
+        return join_pieces(parts(), query, value.shape[3])

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from lln.backends.torch.summary import absent
+from lln.backends.torch.summary import mask_value
 from lln.checks import check_at_least
 from lln.masks import kept_tokens
 from lln.zoo.registry import PeerMechanism, register
@@ -123,7 +123,7 @@ class Reformer(PeerMechanism):
         if self.shared_qk:
             position = order.reshape(*order.shape[:2], -1, self.chunk_size, 1)
             scores = scores.masked_fill(position == look_back(position).mT, SELF_SCORE)
-        scores = scores.masked_fill(~visible, absent(scores.dtype))
+        scores = scores.masked_fill(~visible, mask_value(scores.dtype))
         mass = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = (scores - mass).exp().masked_fill(~visible, 0.0)
         back = order.argsort(dim=2)[..., None]

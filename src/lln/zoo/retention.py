@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.precision import accumulator
 from lln.zoo.gla import gated_sums
 from lln.zoo.linear import recurrent_attention
@@ -40,7 +40,7 @@ class Retention(PeerMechanism):
         def step(
             q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, state: Tensor | None, own: bool
         ) -> tuple[Tensor, Tensor]:
-            gate = blank(gamma.expand(*k.shape[:3], 1), kept, 1.0)
+            gate = fill_padding(gamma.expand(*k.shape[:3], 1), kept, 1.0)
             return gated_sums(q * self.head_dim**-0.5, k, v, gate, state, own=own)
 
         return recurrent_attention(query, key, value, keep, is_causal, step=step)

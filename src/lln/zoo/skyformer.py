@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from lln.backends.torch.summary import collect
+from lln.backends.torch.summary import join_pieces
 from lln.checks import check_at_least
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.matching.moments import chunks, pieces
 from lln.precision import accumulator
 from lln.zoo.nystrom import ITERATIONS, LANDMARKS, landmarks, refine_inverse
@@ -57,22 +57,22 @@ class Skyformer(PeerMechanism):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         dtype = accumulator(query.dtype)
-        q, k = (x.to(dtype) * self.head_dim**-0.25 for x in (query, blank(key, keep)))
+        q, k = (x.to(dtype) * self.head_dim**-0.25 for x in (query, fill_padding(key, keep)))
         keep_query = keep if query.shape[2] == key.shape[2] else None  # these are the same tokens (lln.masks)
         halves = landmarks(q, keep_query, self.num_landmarks), landmarks(k, keep, self.num_landmarks)
         z, real = torch.cat([means for means, _ in halves], dim=2), torch.cat([exist for _, exist in halves], dim=1)
 
         # A landmark that does not exist has the kernel 0 with the others, and no part in the result.
         eye = torch.eye(z.shape[2], dtype=dtype, device=z.device)
-        middle = blank(blank(gaussian(z, z), real).mT, real) + self.ridge * eye
+        middle = fill_padding(fill_padding(gaussian(z, z), real).mT, real) + self.ridge * eye
         root = middle.sum(dim=-1, keepdim=True).rsqrt()  # (B, H, 2 L, 1)
         inverse = refine_inverse(root * middle * root.mT, eye.expand_as(middle), self.iterations)
         context = torch.zeros((), dtype=dtype, device=z.device)
         for part, (v, _) in zip(chunks(key.shape[2]), pieces(value, keep), strict=True):
             context = context + gaussian(z, k[:, :, part]) @ v
-        context = blank(root * (inverse @ (root * context)), real)
+        context = fill_padding(root * (inverse @ (root * context)), real)
         parts = ((gaussian(q[:, :, part], z) @ context).to(value.dtype) for part in chunks(query.shape[2]))
-        return collect(parts, query, value.shape[3])
+        return join_pieces(parts, query, value.shape[3])
 
 
 def gaussian(x: Tensor, y: Tensor) -> Tensor:

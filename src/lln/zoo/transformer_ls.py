@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from lln.backends.torch.summary import absent
+from lln.backends.torch.summary import mask_value
 from lln.checks import check_at_least
-from lln.masks import blank, kept_tokens
+from lln.masks import fill_padding, kept_tokens
 from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import (
     Extra,
@@ -63,7 +63,7 @@ class TransformerLS(PeerMechanism):
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None) -> Tensor:
         scores = key @ self.projection.to(key.dtype)
-        summary = torch.softmax(blank(scores, kept, absent(scores.dtype)), dim=2).mT  # (B, H, r, N)
+        summary = torch.softmax(fill_padding(scores, kept, mask_value(scores.dtype)), dim=2).mT  # (B, H, r, N)
         key, value = _normalise(key, self.short_norm), _normalise(value, self.short_norm)
         long_key, long_value = (_normalise(summary @ x, self.long_norm) for x in (key, value))
         visible = kept_tokens(kept, query)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lln.backends.torch.summary import absent, collect
-from lln.masks import blank, front_order, take_tokens
+from lln.backends.torch.summary import join_pieces, mask_value
+from lln.masks import fill_padding, front_order, take_tokens
 from lln.matching.moments import CHUNK_TOKENS, chunks
 from lln.precision import accumulator
 
@@ -42,9 +42,9 @@ def on_kept_tokens(mix: Mix, query: Tensor, key: Tensor, value: Tensor, keep: Te
     if keep is None:
         return mix(query, key, value, None).to(dtype)
     order = front_order(keep)
-    query, key, value = (take_tokens(blank(x, keep), order) for x in (query, key, value))
+    query, key, value = (take_tokens(fill_padding(x, keep), order) for x in (query, key, value))
     output = take_tokens(mix(query, key, value, keep.gather(1, order)), order.argsort(dim=1))
-    return blank(output, keep).to(dtype)
+    return fill_padding(output, keep).to(dtype)
 
 
 def check_value_width(name: str, value: Tensor, head_dim: int) -> None:
@@ -84,7 +84,7 @@ def join_blocks(x: Tensor, tokens: int) -> Tensor:
 
 def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
     """Softmax over what is allowed; zeros where nothing is."""
-    weights = torch.softmax(scores.masked_fill(~allowed, absent(scores.dtype)), dim=-1)
+    weights = torch.softmax(scores.masked_fill(~allowed, mask_value(scores.dtype)), dim=-1)
     return weights.masked_fill(~allowed, 0.0)
 
 
@@ -130,4 +130,4 @@ def window_attention(
         return join_blocks(beside @ extra.value[:, :, None] + inside @ around(value).mT, q.shape[2])
 
     parts = (attend(part) for part in chunks(tokens, max(block, CHUNK_TOKENS // block * block)))
-    return collect(parts, query, value.shape[3])
+    return join_pieces(parts, query, value.shape[3])

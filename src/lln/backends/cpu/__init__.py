@@ -14,7 +14,7 @@ from torch import Tensor
 from lln.backends.base import Backend, Prepared, transformed_reason
 from lln.backends.cpu import binding
 from lln.backends.cpu.allocation import as_rows
-from lln.backends.cpu.autograd import attention, prepare_gradients
+from lln.backends.cpu.autograd import attention, near_with_lse, prepare_gradients
 from lln.backends.cpu.binding import TYPES
 from lln.backends.cpu.build import BuildError, load
 from lln.backends.cpu.layout import MAX_BLOCK, MAX_WIDTH
@@ -28,6 +28,7 @@ class CpuBackend(Backend):
     """float32, float16 and bfloat16 on CPUs, for widths that are multiples of 8."""
 
     name = "cpu"
+    has_lse = True
 
     def why_not(self, problem: Problem) -> str | None:
         reason = _unsupported_reason(problem.query, problem.value)
@@ -49,6 +50,9 @@ class CpuBackend(Backend):
 
     def near(self, problem: Problem) -> Tensor:
         return self.attention(replace(problem, far=False))
+
+    def near_with_lse(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        return near_with_lse(replace(problem, far=False))
 
     def attention(self, problem: Problem) -> Tensor:
         """Matching, LLN attention and its mean with the neighbours are one call into C."""

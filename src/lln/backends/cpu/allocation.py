@@ -20,7 +20,8 @@ def allocate_results(
     is_causal: bool,
     form: str,
     center_query: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors for what `forward` returns, with copies of the given alpha and beta: no op returns its arguments.
 
     The output has tokens and heads in memory as the query has them: no copy for whoever joins heads.
@@ -36,6 +37,7 @@ def allocate_results(
         _empty_floats(query, matched) if beta is None else beta.clone(),
         _empty_floats(query, (batch, heads, 4 if by_means else 2, kept)),
         _empty_floats(query, (batch, heads, kept, value_width)),
+        _empty_floats(query, (batch, heads, tokens) if with_lse else (0,)),
     )
 
 

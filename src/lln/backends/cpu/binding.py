@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from lln.backends.cpu import layout
 from lln.backends.cpu.allocation import allocate_gradients, allocate_results, as_rows
 from lln.backends.cpu.build import load
-from lln.backends.cpu.future import SPOILED, without_odd_future
+from lln.backends.cpu.future import SPOILED, without_nonfinite_future
 from lln.checks import check_choice
 from lln.matching import curves
 from lln.matching.curves import MATCHINGS, Form, Matching
@@ -112,15 +112,18 @@ def forward(
     form: str = "paper",
     center_query: Tensor | None = None,
     center_key: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, alpha, beta, and what the backward pass needs of all keys: `mass` and `values` of job.h.
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, alpha, beta, what the backward pass needs of all keys (`mass` and `values` of job.h), and with
+    `with_lse` the log-sum-exp of the scores of attention inside blocks or windows alone, (B, H, N).
 
     `block_size` 0 is LLN attention; otherwise the mean of LLN and the attention inside blocks, or in windows of that
     size, or the latter alone. Without centres (1 or B, heads, D) those of the decomposed form are means of the sample.
     """
+    assert not (with_lse and with_lln)
     by_means = form == "decomposed" and center_query is None
-    results = allocate_results(query, value, alpha, beta, with_lln, is_causal, form, center_query)
-    output, used_alpha, used_beta, mass, values = results
+    results = allocate_results(query, value, alpha, beta, with_lln, is_causal, form, center_query, with_lse)
+    output, used_alpha, used_beta, mass, values, lse = results
     centers = read_centers(form, mass, query, key, center_query, center_key)
     _run(
         load().lln_forward,
@@ -133,6 +136,7 @@ def forward(
         key_weight,
         0,
         form_layout(form, by_means, centers),
+        lse.data_ptr() if with_lse else 0,
     )
     return results
 
@@ -158,12 +162,13 @@ def backward(
     form: str = "paper",
     center_query: Tensor | None = None,
     center_key: Tensor | None = None,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, with `grad_scales` those of alpha and beta, (B, H, tokens), and with
-    `grad_weight` that of `key_weight`, (B, H, M)."""
+    `grad_weight` that of `key_weight`, (B, H, M). `grad_lse` is the gradient of the log-sum-exp, if there was one."""
     gradients = allocate_gradients(query, key, value, keep_key, grad_scales, grad_weight)
     grad_query, grad_key, grad_value, grad_alpha, grad_beta, of_weight = gradients
-    grad = as_rows(grad)
+    grad, grad_lse = as_rows(grad), dense(grad_lse)
     by_means = form == "decomposed" and center_query is None
     centers = read_centers(form, mass, query, key, center_query, center_key)
     code = _run(
@@ -180,13 +185,15 @@ def backward(
         key_weight,
         of_weight.data_ptr() if grad_weight else 0,
         form_layout(form, by_means, centers),
+        0,
+        0 if grad_lse is None else grad_lse.data_ptr(),
     )
     if code == SPOILED:
-        clean = without_odd_future(grad, query, key, value, alpha, beta)
+        clean = without_nonfinite_future(grad, query, key, value, alpha, beta, grad_lse)
         if clean is not None:
-            tensors: Any = (*clean[:4], keep_query, keep_key, *clean[4:], mass, values)
+            tensors: Any = (*clean[:4], keep_query, keep_key, *clean[4:6], mass, values)
             options: Any = (with_lln, block_size, is_causal, grad_scales, is_window, key_weight, grad_weight, form)
-            return backward(*(*tensors, *options, center_query, center_key))
+            return backward(*(*tensors, *options, center_query, center_key, clean[6]))
     return gradients
 
 
@@ -208,15 +215,17 @@ def advance(recurrence: Recurrence) -> Advance:
     )
     shape = (*recurrence.query.shape[:3], value.shape[3])
     output = value.new_empty(shape, dtype=torch.float32 if recurrence.apart else value.dtype)
-    near = torch.empty_like(output) if recurrence.apart and memory.recent_key is not None else None
+    near, lse = None, None
+    if recurrence.apart and memory.recent_key is not None:
+        near, lse = torch.empty_like(output), output.new_empty(output.shape[:3])
     after = memory
     if not recurrence.in_place:
         copies: list[Any] = [None if x is None else torch.empty_like(x) for x in memory]
         after = Memory(*copies)
-    checked(load().lln_advance(_pack_advance(recurrence, output, near, after)))
+    checked(load().lln_advance(_pack_advance(recurrence, output, near, lse, after)))
     if recurrence.in_place:
         _note_change([x for x in memory if x is not None])
-    return Advance(output, near, after)
+    return Advance(output, near, after, lse, is_owner=True)
 
 
 def prepare_step(recurrence: Recurrence) -> Prepared:
@@ -224,7 +233,7 @@ def prepare_step(recurrence: Recurrence) -> Prepared:
     those of the recurrence do."""
     memory, value = recurrence.memory, recurrence.value
     shape = (*recurrence.query.shape[:3], value.shape[3])
-    job = _pack_advance(recurrence, value.new_empty(shape), None, memory)
+    job = _pack_advance(recurrence, value.new_empty(shape), None, None, memory)
     function, changed = load().lln_step_like, [x for x in memory if x is not None]
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -236,7 +245,9 @@ def prepare_step(recurrence: Recurrence) -> Prepared:
     return run
 
 
-def _pack_advance(recurrence: Recurrence, output: Tensor, near: Tensor | None, after: Memory) -> bytes:
+def _pack_advance(
+    recurrence: Recurrence, output: Tensor, near: Tensor | None, lse: Tensor | None, after: Memory
+) -> bytes:
     """An Advance of job.h."""
     query, key, value, keep, memory, alpha, beta = recurrence[:7]
     (batch, heads, tokens, width), (_, key_heads, _, value_width) = query.shape, value.shape
@@ -258,6 +269,7 @@ def _pack_advance(recurrence: Recurrence, output: Tensor, near: Tensor | None, a
         *NO_GRADIENTS,
         *(recurrence.near == "window", *_scale_layout(recurrence.key_weight), 0),
         *form_layout(recurrence.form, False, recurrence.centers or ()),
+        *(0 if lse is None else lse.data_ptr(), 0),
         *(NO_TENSOR if near is None else (near.data_ptr(), *o)),
         *(*layout_of(near_query), *layout_of(near_key), near_query.shape[3]),
         *(TYPES[query.dtype], TYPES[output.dtype]),
@@ -309,6 +321,8 @@ def pack(
     key_weight: Tensor | None,
     grad_weight: int,
     form: tuple[int, ...],
+    near_lse: int = 0,
+    grad_lse: int = 0,
 ) -> bytes:
     """A Job of job.h."""
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
@@ -328,6 +342,8 @@ def pack(
         *_scale_layout(key_weight),
         grad_weight,
         *form,
+        near_lse,
+        grad_lse,
     )
 
 

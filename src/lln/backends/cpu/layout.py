@@ -49,6 +49,7 @@ class Job(Structure):
         ("grad_weight", c_void_p),
         *_fields(c_int64, "form sample_centers"),
         *_fields(Tensor, "center_query center_key"),
+        *_fields(c_void_p, "near_lse grad_lse"),
     ]
 
 

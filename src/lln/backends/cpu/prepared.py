@@ -18,6 +18,9 @@ from lln.backends.cpu.build import load
 from lln.backends.cpu.future import SPOILED
 from lln.problem import Problem
 
+# Gradients come with few different strides; a program that makes up new ones must not fill the memory.
+MAX_LAYOUTS = 8
+
 
 def prepare(problem: Problem) -> Prepared:
     """The output alone, of tensors that lie in memory as those of the problem do."""
@@ -87,6 +90,8 @@ class Call:
         grads = (empty_rows(query, query.shape[3]), empty_rows(key, key.shape[3]), empty_rows(value, value.shape[3]))
         job = self._jobs.get(grad.stride())
         if job is None:
+            if len(self._jobs) >= MAX_LAYOUTS:
+                self._jobs.clear()
             job = self._jobs[grad.stride()] = self._pack(grad, query, key, value, grads)
         addresses = [x.data_ptr() for x in (query, key, value, grad, kept, *grads)]
         if checked(self._backward(job, *addresses, threads())) != SPOILED:

@@ -12,6 +12,8 @@ Full attention is in `full`, causal attention in `causal`, softmax attention amo
 what is kept of the keys in `summary`, and the next tokens of a state in `advance`.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from lln.backends.base import Backend
@@ -19,10 +21,11 @@ from lln.backends.torch.advance import advance
 from lln.backends.torch.blocks import block_diagonal_attention
 from lln.backends.torch.causal import causal_attention
 from lln.backends.torch.full import full_attention
+from lln.backends.torch.recompute import Tensors
 from lln.backends.torch.summary import empty_summary
 from lln.backends.torch.window import window_attention
 from lln.forms import in_paper_form
-from lln.masks import blank_not_finite
+from lln.masks import zero_nonfinite_padding
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
 
@@ -31,6 +34,7 @@ class TorchBackend(Backend):
     """Any device, dtype and width; also what records, transforms or differentiates twice."""
 
     name = "torch"
+    has_lse = True
 
     def why_not(self, problem: Problem) -> str | None:
         return None
@@ -38,7 +42,7 @@ class TorchBackend(Backend):
     def far(self, problem: Problem) -> Tensor:
         problem = in_paper_form(problem)
         alpha, beta = (x[..., None] for x in problem.scales())
-        query = blank_not_finite(problem.query, problem.queries.keep)
+        query = zero_nonfinite_padding(problem.query, problem.queries.keep)
         tokens = (query, problem.key, problem.value, alpha, beta, problem.keys.keep)
         if not problem.is_causal:
             return full_attention(*tokens, problem.key_weight)
@@ -47,15 +51,11 @@ class TorchBackend(Backend):
         return causal_attention(*tokens, summary, problem.key_weight)[0]
 
     def near(self, problem: Problem) -> Tensor:
-        attention = window_attention if problem.near == "window" else block_diagonal_attention
-        return attention(
-            problem.query,
-            problem.key,
-            problem.value,
-            problem.keys.keep,
-            block_size=problem.block_size,
-            is_causal=problem.is_causal,
-        )
+        return _near(problem, with_lse=False)[0]
+
+    def near_with_lse(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        output, lse = _near(problem, with_lse=True)
+        return output.to(problem.query.dtype), lse[..., 0]
 
     def average(self, problem: Problem) -> Tensor:
         far = self.far(problem)  # in place: at a million tokens each copy counts
@@ -66,3 +66,10 @@ class TorchBackend(Backend):
 
     def advance(self, recurrence: Recurrence) -> Advance:
         return advance(recurrence)
+
+
+def _near(problem: Problem, *, with_lse: bool) -> Tensors:
+    attention = window_attention if problem.near == "window" else block_diagonal_attention
+    tokens = (problem.query, problem.key, problem.value, problem.keys.keep)
+    options: Any = {"block_size": problem.block_size, "is_causal": problem.is_causal}
+    return attention(*tokens, **options, with_lse=with_lse)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lln.backends.torch.blocks import block_diagonal_attention
 from lln.backends.torch.causal import causal_attention
-from lln.backends.torch.summary import KeySummary, absent, merge, recall, remember, repeat_heads
+from lln.backends.torch.summary import KeySummary, attend_summary, mask_value, merge, repeat_heads, summarize
 from lln.backends.torch.window import window_attention
-from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.matching.curves import Form
 from lln.matching.moments import PrefixSums, prefix_moments
 from lln.precision import accumulator
@@ -25,13 +25,14 @@ def advance(recurrence: Recurrence) -> Advance:
         recurrence = centered_recurrence(recurrence, *recurrence.centers)
     far, summary, sums = _far(recurrence)
     near: Tensor | None = None
+    lse: Tensor | None = None
     recent: tuple[Tensor | None, Tensor | None] = (None, None)
     memory = recurrence.memory
     if memory.recent_key is not None and memory.recent_value is not None:
-        near, recent = _near(recurrence, memory.recent_key, memory.recent_value)
+        near, lse, recent = _near(recurrence, memory.recent_key, memory.recent_value)
     after = Memory(*summary, sums.tokens, sums.query, sums.key, *recent)
     if recurrence.apart:
-        return Advance(far, near, after)
+        return Advance(far, near, after, lse)
     return Advance((far if near is None else (far + near) / 2).to(recurrence.value.dtype), None, after)
 
 
@@ -92,8 +93,8 @@ def _far(recurrence: Recurrence) -> tuple[Tensor, KeySummary, PrefixSums]:
     summary = KeySummary(memory.mass, memory.values)
     weight = key_weight_of(query, key, keep, beta, recurrence.key_weight, form=recurrence.form)
     if query.shape[2] == 1:  # a third of the time of a causal chunk
-        summary = merge(summary, remember(key, value, beta, keep, weight, heads=query.shape[1]))
-        return recall(query, alpha, summary), summary, sums
+        summary = merge(summary, summarize(key, value, beta, keep, weight, heads=query.shape[1]))
+        return attend_summary(query, alpha, summary), summary, sums
     far, summary = causal_attention(query, key, value, alpha, beta, keep, summary, weight)
     return far, summary, sums
 
@@ -104,14 +105,24 @@ def key_weight_of(
     """Log-weights (B, H, N) of the keys: the given ones, in other forms than the paper's less logsumexp_l(beta k)."""
     if form == "paper":
         return given
-    key = blank(key, keep).to(beta.dtype)
+    key = fill_padding(key, keep).to(beta.dtype)
     key = repeat_heads(key, query.shape[1] // key.shape[1])
     weight = -torch.logsumexp(key * beta, dim=-1)
     return weight if given is None else weight + given
 
 
-def _near(recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Softmax attention among neighbours, and the recent tokens after it."""
+def near_lse(recurrence: Recurrence) -> Tensor:
+    """The log-sum-exp (B, H, N) of the scores of softmax attention among neighbours."""
+    memory = recurrence.memory
+    assert memory.recent_key is not None
+    assert memory.recent_value is not None
+    return _near(recurrence, memory.recent_key, memory.recent_value)[1]
+
+
+def _near(
+    recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Softmax attention among neighbours, the log-sum-exp of its scores (B, H, N), and the recent tokens after it."""
     value, keep, count = recurrence.value, recurrence.keep, recurrence.memory.num_tokens
     query = recurrence.query if recurrence.near_query is None else recurrence.near_query
     key = recurrence.key if recurrence.near_key is None else recurrence.near_key
@@ -123,11 +134,11 @@ def _near(recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor) -> t
         outside = slots > begun
         if is_window:
             outside = outside & (count < size)[:, None]
-        return _attend_recent(query, *recent, outside), recent
+        return *_attend_recent(query, *recent, outside), recent
     kept = kept_tokens(keep, query)
-    later = blank(key, keep), blank(value, keep)
+    later = fill_padding(key, keep), fill_padding(value, keep)
     after = newest((recent_key, recent_value), count, later, front_order(kept), count + kept.sum(dim=1))
-    attention: Callable[..., Tensor] = block_diagonal_attention
+    attention: Callable[..., tuple[Tensor, ...]] = block_diagonal_attention
     before = slots < begun
     if is_window:  # from the oldest to the newest
         attention = window_attention
@@ -135,23 +146,25 @@ def _near(recurrence: Recurrence, recent_key: Tensor, recent_value: Tensor) -> t
         order = (slots + count[:, None]) % size
         recent_key, recent_value = take_tokens(recent_key, order), take_tokens(recent_value, order)
     # What a block already holds, or a window looks back to, goes before the new tokens.
-    near = attention(
+    near, lse = attention(
         torch.cat((query.new_zeros(*query.shape[:2], size, query.shape[3]), query), dim=2),
         torch.cat((recent_key, key), dim=2),
         torch.cat((recent_value, value), dim=2),
         torch.cat((before, kept), dim=1),
         block_size=size,
         is_causal=True,
+        with_lse=True,
     )
-    return near[:, :, size:], after
+    return near[:, :, size:], lse[:, :, size:, 0], after
 
 
-def _attend_recent(query: Tensor, recent_key: Tensor, recent_value: Tensor, outside: Tensor) -> Tensor:
+def _attend_recent(query: Tensor, recent_key: Tensor, recent_value: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax attention of one token to the recent ones that are not `outside` its block or window, (B, C)."""
     dtype = accumulator(query.dtype)
     groups = query.shape[1] // recent_key.shape[1]
     k, v = (repeat_heads(x.to(dtype), groups) for x in (recent_key, recent_value))
     outside = outside[:, None, None, :]
     scores = (query.to(dtype) * query.shape[3] ** -0.5) @ k.mT
-    weights = torch.softmax(scores.masked_fill(outside, absent(dtype)), dim=-1)
-    return weights @ v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
+    scores = scores.masked_fill(outside, mask_value(dtype))
+    values = v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
+    return torch.softmax(scores, dim=-1) @ values, scores.logsumexp(dim=-1)

@@ -15,22 +15,32 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lln.backends.torch.recompute import Attention, Inputs, Tensors
-from lln.backends.torch.summary import absent, repeat_heads, sum_groups
-from lln.checks import known
-from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.backends.torch.summary import mask_value, repeat_heads, sum_groups
+from lln.checks import is_readable
+from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.matching.moments import chunks, piece_tokens
 from lln.precision import accumulator, in_full_precision
 
 
 def block_diagonal_attention(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool
-) -> Tensor:
-    """Softmax attention inside consecutive blocks of kept tokens."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor | None,
+    *,
+    block_size: int,
+    is_causal: bool,
+    with_lse: bool = False,
+) -> Tensors:
+    """Softmax attention inside consecutive blocks of kept tokens; `with_lse`: and the log-sum-exp of its scores,
+    (B, H, N, 1), with 0 for a token that is not kept."""
     if query.shape[2] < block_size:
         block_size = query.shape[2]
     options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
-    attention = Attention(partial(_traced, **options), partial(_forward, **options), partial(_backward, **options))
-    return attention(query, key, value, keep)[0]
+    forward = partial(_forward, **options, with_lse=with_lse)
+    return Attention(partial(_traced, **options, with_lse=with_lse), forward, partial(_backward, **options))(
+        query, key, value, keep
+    )
 
 
 def cut_blocks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
@@ -46,7 +56,7 @@ def join_blocks(x: Tensor, tokens: int) -> Tensor:
 
 
 def _traced(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool, with_lse: bool
 ) -> Tensors:
     """All blocks at once."""
     tokens = query.shape[2]
@@ -57,22 +67,26 @@ def _traced(
     q, k, v = _in_accumulator(query, key, value, keep)
     q, k, v = (cut_blocks(x, block_size) for x in (q, k, v))
     allowed = cut_blocks(kept_tokens(keep, query)[:, None, :, None], block_size).mT  # (B, 1, n, 1, C)
-    weights = _weights(q, k, allowed, is_causal)
-    output = join_blocks(_mix_past(weights, v) if is_causal else weights @ v, tokens)
+    scores = _scores(q, k, allowed, is_causal)
+    weights = torch.softmax(scores, dim=-1)
+    outputs = [join_blocks(_mix_past(weights, v) if is_causal else weights @ v, tokens)]
+    if with_lse:
+        outputs.append(join_blocks(scores.logsumexp(dim=-1, keepdim=True), tokens))
     if order is None or keep is None:
-        return (output,)
-    return (take_tokens(blank(output, keep), order.argsort(dim=1)),)
+        return tuple(outputs)
+    back = order.argsort(dim=1)
+    return tuple([take_tokens(fill_padding(x, keep), back) for x in outputs])
 
 
-def _weights(q: Tensor, k: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
-    """The attention matrices of blocks q and k (..., C, D) to the keys that are allowed (..., 1, C)."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+def _scores(q: Tensor, k: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
+    """The scores of blocks q and k (..., C, D), with `mask_value` for keys that are not allowed (..., 1, C)."""
+    scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.mT
     if is_causal:
         past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         allowed = past if allowed is None else allowed & past
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, absent(scores.dtype))
-    return torch.softmax(scores, dim=-1)
+        scores = scores.masked_fill(~allowed, mask_value(scores.dtype))
+    return scores
 
 
 def _mix_past(weights: Tensor, v: Tensor) -> Tensor:
@@ -81,17 +95,17 @@ def _mix_past(weights: Tensor, v: Tensor) -> Tensor:
     In a plain product they would: a later value weighs 0, yet 0 times NaN is NaN.
     """
     finite = v.detach().isfinite()
-    return weights @ v.where(finite, 0.0) + _running_odd(v, finite)
+    return weights @ v.where(finite, 0.0) + _running_nonfinite(v, finite)
 
 
-def _running_odd(v: Tensor, finite: Tensor) -> Tensor:
+def _running_nonfinite(v: Tensor, finite: Tensor) -> Tensor:
     """The sum of the values up to each row that are not finite, 0 where there is none."""
     return v.detach().where(~finite, 0.0).cumsum(dim=-2)
 
 
 def _in_accumulator(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     groups, dtype = query.shape[1] // key.shape[1], accumulator(query.dtype)
-    q, k, v = (blank(x.to(dtype), keep) for x in (query, key, value))
+    q, k, v = (fill_padding(x.to(dtype), keep) for x in (query, key, value))
     return q, repeat_heads(k, groups), repeat_heads(v, groups)
 
 
@@ -106,12 +120,19 @@ class _Part:
     def read(self, x: Tensor) -> Tensor:
         return x[:, :, self.part] if self.order is None else take_tokens(x, self.order)
 
+    def blocks(self, size: int, *tensors: Tensor) -> list[Tensor]:
+        return [torch.unflatten(x, 2, (-1, size)) for x in tensors]
+
+    def allowed(self, size: int) -> Tensor | None:
+        """The kept keys of each block, (B, 1, n, 1, size)."""
+        return None if self.keep is None else torch.unflatten(self.keep, 1, (-1, size))[:, None, :, None]
+
     def write(self, target: Tensor, x: Tensor) -> None:
         if self.order is None:
             target[:, :, self.part] = x
         else:
             index = self.order[:, None, :, None].expand_as(x)
-            target.scatter_(2, index, blank(x, self.keep).to(target.dtype))
+            target.scatter_(2, index, fill_padding(x, self.keep).to(target.dtype))
 
 
 def _parts(like: Tensor, keep: Tensor | None, *, block_size: int, width: int) -> Iterator[_Part]:
@@ -127,33 +148,39 @@ def _parts(like: Tensor, keep: Tensor | None, *, block_size: int, width: int) ->
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool, with_lse: bool
 ) -> tuple[Tensors, Tensors]:
     output = query.new_empty(*query.shape[:3], value.shape[3], dtype=accumulator(query.dtype))
+    lse = query.new_empty(*query.shape[:3], 1, dtype=output.dtype) if with_lse else None
     for part in _parts(query, keep, block_size=block_size, width=max(query.shape[3], value.shape[3])):
         q, k, v = _in_accumulator(part.read(query), part.read(key), part.read(value), part.keep)
         size = min(block_size, q.shape[2])
+        if lse is not None:
+            of_q, of_k = part.blocks(size, q, k)
+            scores = _scores(of_q, of_k, part.allowed(size), is_causal)
+            part.write(lse, scores.logsumexp(dim=-1, keepdim=True).flatten(2, 3))
         mask = None
         if part.keep is not None and not is_causal:  # in causal blocks what is not kept comes after all that is
-            mask = torch.zeros_like(part.keep, dtype=q.dtype).masked_fill_(~part.keep, absent(q.dtype))
+            mask = torch.zeros_like(part.keep, dtype=q.dtype).masked_fill_(~part.keep, mask_value(q.dtype))
             mask = mask[:, None, :, None].expand(-1, q.shape[1], -1, -1).reshape(q.shape[0], -1, size, 1).mT
         shape = q.shape[:3]
         q, k, v = (x.reshape(x.shape[0], -1, size, x.shape[3]) for x in (q, k, v))
-        odd = None
-        if is_causal and not (known(every := k.isfinite().all() & v.isfinite().all()) and bool(every)):
+        nonfinite = None
+        if is_causal and not (is_readable(every := k.isfinite().all() & v.isfinite().all()) and bool(every)):
             # A product with a weight of 0 would spoil earlier rows. A key that is not finite spoils all that see it.
-            odd_key = ~k.isfinite().all(dim=-1, keepdim=True)
-            k, v = k.masked_fill(odd_key, 0.0), v.masked_fill(odd_key, torch.nan)
+            nonfinite_key = ~k.isfinite().all(dim=-1, keepdim=True)
+            k, v = k.masked_fill(nonfinite_key, 0.0), v.masked_fill(nonfinite_key, torch.nan)
             finite = v.isfinite()
-            v, odd = v.where(finite, 0.0), _running_odd(v, finite)
+            v, nonfinite = v.where(finite, 0.0), _running_nonfinite(v, finite)
         mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
-        part.write(output, (mixed if odd is None else mixed + odd).view(*shape, -1))
-    return (output,), ()
+        part.write(output, (mixed if nonfinite is None else mixed + nonfinite).view(*shape, -1))
+    return (output,) if lse is None else (output, lse), ()
 
 
 @in_full_precision
 def _gradients(
     gradient: Tensor,
+    gradient_lse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -164,20 +191,23 @@ def _gradients(
 ) -> Tensors:
     """The gradients of query, key and value, from the attention matrices P computed once more.
 
-    dS = P * (g Vᵀ - rowsum) with rowsum such that each row of dS sums to zero; dq = dS k, dk = dSᵀ q, dV = Pᵀ g.
+    dS = P * (g Vᵀ - rowsum) with rowsum such that each row of dS sums to zero, or to the gradient of its log-sum-exp;
+    dq = dS k, dk = dSᵀ q, dV = Pᵀ g.
     """
     groups, scale = query.shape[1] // key.shape[1], query.shape[3] ** -0.5
     found = [torch.empty_like(x) for x in (query, key, value)]
     for part in _parts(query, keep, block_size=block_size, width=max(query.shape[3], value.shape[3], block_size)):
         q, k, v = _in_accumulator(part.read(query), part.read(key), part.read(value), part.keep)
-        g = blank(part.read(gradient).to(q.dtype), part.keep)
+        g = fill_padding(part.read(gradient).to(q.dtype), part.keep)
         size = min(block_size, q.shape[2])
-        q, k, v, g = (torch.unflatten(x, 2, (-1, size)) for x in (q, k, v, g))
-        allowed = None if part.keep is None else torch.unflatten(part.keep, 1, (-1, size))[:, None, :, None]
-        P = _weights(q, k, allowed, is_causal)
+        q, k, v, g = part.blocks(size, q, k, v, g)
+        P = torch.softmax(_scores(q, k, part.allowed(size), is_causal), dim=-1)
         d_value = P.mT @ g
         d_scores = (g @ v.mT).mul_(P)
-        d_scores.addcmul_(P, d_scores.sum(dim=-1, keepdim=True), value=-1).mul_(scale)
+        row = d_scores.sum(dim=-1, keepdim=True)
+        if gradient_lse is not None:
+            row -= part.blocks(size, fill_padding(part.read(gradient_lse), part.keep))[0]
+        d_scores.addcmul_(P, row, value=-1).mul_(scale)
         for target, x in zip(found, (d_scores @ k, d_scores.mT @ q, d_value), strict=True):
             x = x.flatten(2, 3)
             part.write(target, x if target is found[0] else sum_groups(x, groups))
@@ -193,4 +223,5 @@ def _backward(
     block_size: int,
     is_causal: bool,
 ) -> Sequence[Tensor | None]:
-    return *_gradients(gradients[0], *inputs, block_size=block_size, is_causal=is_causal), None
+    gradient, gradient_lse = gradients if len(gradients) == 2 else (gradients[0], None)
+    return *_gradients(gradient, gradient_lse, *inputs, block_size=block_size, is_causal=is_causal), None

@@ -23,9 +23,9 @@ from lln.backends.torch.blocks import cut_blocks, join_blocks
 from lln.backends.torch.recompute import Attention, Inputs, Tensors
 from lln.backends.torch.summary import (
     KeySummary,
-    absent,
     add_scale_gradient,
-    collect,
+    join_pieces,
+    mask_value,
     may_overwrite,
     minus_infinity,
     repeat_heads,
@@ -35,7 +35,7 @@ from lln.backends.torch.summary import (
     sum_groups,
     weighted_keys,
 )
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.matching.moments import chunks
 from lln.precision import in_full_precision
 
@@ -82,7 +82,7 @@ def _forward(
             output, memory = _segment(q * scale, b, v, memory)
             yield output
 
-    return (collect(parts(), query, value.shape[3]), *memory), tuple(starts)
+    return (join_pieces(parts(), query, value.shape[3]), *memory), tuple(starts)
 
 
 def _segment(a: Tensor, b: Tensor, v: Tensor, memory: KeySummary) -> tuple[Tensor, KeySummary]:
@@ -106,7 +106,7 @@ class _Factors:
     def __init__(self, a: Tensor, b: Tensor, memory: KeySummary) -> None:
         self.in_place = may_overwrite(a, b, *memory)
         size = _chunk(a)
-        a, b = cut_blocks(a, size), cut_blocks(b, size, absent(b.dtype))
+        a, b = cut_blocks(a, size), cut_blocks(b, size, mask_value(b.dtype))
         # The largest b up to each token, and before each chunk (and after the last).
         highest, self.highest = _references(b.detach(), memory.mass.detach())
         self.decay = (torch.cat((self.highest[:, :, :-1, None], highest[..., :-1, :]), dim=3) - highest).exp()
@@ -282,17 +282,17 @@ def _gradients(
         own = None if weight is None else weight[:, :, part]
         ((b, v),) = weighted_keys(key[:, :, part], value[:, :, part], betas[i], kept, own, heads, tokens)
         da, db, dv, after = _segment_gradients(gradient[:, :, part].to(v.dtype), q * scale, b, v, memory, after)
-        db = blank(db, kept)
+        db = fill_padding(db, kept)
         if wanted[3]:
             add_scale_gradient(d_alpha, da, q, part, tokens)
         if wanted[4]:
-            k = blank(key[:, :, part].to(db.dtype), kept)
+            k = fill_padding(key[:, :, part].to(db.dtype), kept)
             add_scale_gradient(d_beta, db, repeat_heads(k, groups), part, tokens)
         if d_weight is not None:
             d_weight[:, :, part] = db.sum(dim=-1)
         d_query[:, :, part] = da * scale
         d_key[:, :, part] = sum_groups(db * betas[i], groups)
-        d_value[:, :, part] = sum_groups(blank(dv, kept), groups)
+        d_value[:, :, part] = sum_groups(fill_padding(dv, kept), groups)
     return d_query, d_key, d_value, d_alpha, d_beta, d_weight, *after
 
 

@@ -12,16 +12,16 @@ from lln.backends.torch.recompute import Attention, Inputs, Tensors
 from lln.backends.torch.summary import (
     KeySummary,
     add_scale_gradient,
-    recall,
-    remember,
+    attend_summary,
     repeat_heads,
     scaled_queries,
     scales,
     size_of_pieces,
     sum_groups,
+    summarize,
     weighted_keys,
 )
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.matching.moments import chunks, cut, pieces
 from lln.precision import in_full_precision
 
@@ -48,8 +48,8 @@ def _forward(
     keep: Tensor | None,
     weight: Tensor | None,
 ) -> tuple[Tensors, Tensors]:
-    memory = remember(key, value, beta, keep, weight, heads=query.shape[1])
-    return (recall(query, alpha, memory),), memory
+    memory = summarize(key, value, beta, keep, weight, heads=query.shape[1])
+    return (attend_summary(query, alpha, memory),), memory
 
 
 @in_full_precision
@@ -108,13 +108,13 @@ def key_gradients(
     columns = zip(chunks(key.shape[2], size), keys, pieces(key, keep, size), scales(beta, key, size), strict=True)
     for part, (b, v), (k, kept), scale in columns:
         B = b.sub_(mass).exp_()
-        d_value[:, :, part] = blank(sum_groups(B @ d_values, groups), kept)
+        d_value[:, :, part] = fill_padding(sum_groups(B @ d_values, groups), kept)
         db = (v @ d_values.mT).add_(shift).mul_(B)
         if wants_beta:
-            add_scale_gradient(d_beta, blank(db, kept), repeat_heads(k, groups), part, key.shape[2])
+            add_scale_gradient(d_beta, fill_padding(db, kept), repeat_heads(k, groups), part, key.shape[2])
         if d_weight is not None:
-            d_weight[:, :, part] = blank(db, kept).sum(dim=-1)
-        d_key[:, :, part] = blank(sum_groups(db.mul_(scale), groups), kept)
+            d_weight[:, :, part] = fill_padding(db, kept).sum(dim=-1)
+        d_key[:, :, part] = fill_padding(sum_groups(db.mul_(scale), groups), kept)
     return d_key, d_value, d_beta, d_weight
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import is_recorded
-from lln.masks import blank
+from lln.masks import fill_padding
 from lln.matching.moments import chunks, cut, piece_tokens, pieces
 from lln.precision import accumulator
 
@@ -27,14 +27,14 @@ class KeySummary(NamedTuple):
     values: Tensor  # (B, H, D, V) S, for each feature the mean value under softmax(b)
 
 
-def absent(dtype: torch.dtype) -> float:
-    """The b of a key that is not there: below every other, yet finite, so that differences of two are not NaN."""
+def mask_value(dtype: torch.dtype) -> float:
+    """What the score or b of a masked key is set to: below every other, yet finite: differences of two are not NaN."""
     return torch.finfo(dtype).min / 2
 
 
 def empty_summary(batch: int, heads: int, head_dim: int, value_dim: int, like: Tensor) -> KeySummary:
     dtype = accumulator(like.dtype)
-    mass = torch.full((batch, heads, head_dim), absent(dtype), dtype=dtype, device=like.device)
+    mass = torch.full((batch, heads, head_dim), mask_value(dtype), dtype=dtype, device=like.device)
     return KeySummary(mass, torch.zeros(batch, heads, head_dim, value_dim, dtype=dtype, device=like.device))
 
 
@@ -50,7 +50,7 @@ def log_add(x: Tensor, y: Tensor) -> Tensor:
     return torch.logsumexp(torch.stack((x, y)), dim=0)
 
 
-def remember(
+def summarize(
     key: Tensor, value: Tensor, beta: Tensor, keep: Tensor | None, weight: Tensor | None = None, *, heads: int
 ) -> KeySummary:
     """The summary of all kept keys, piece by piece."""
@@ -71,12 +71,12 @@ def remember(
     return KeySummary(mass[:, :, 0], sums / total.mT)
 
 
-def recall(query: Tensor, alpha: Tensor, memory: KeySummary) -> Tensor:
+def attend_summary(query: Tensor, alpha: Tensor, memory: KeySummary) -> Tensor:
     """out = softmax(alpha q + L) S, piece by piece."""
     mass, values = memory.mass[:, :, None], memory.values
     queries = scaled_queries(query, alpha, size_of_pieces(query, values, query.shape[1]))
     parts = (torch.softmax(torch.addcmul(mass, q, scale), dim=-1) @ values for q, scale in queries)
-    return collect(parts, query, values.shape[3])
+    return join_pieces(parts, query, values.shape[3])
 
 
 def size_of_pieces(tokens: Tensor, value: Tensor, heads: int) -> int:
@@ -106,7 +106,7 @@ def weighted_keys(
         b = repeat_heads(k, groups) * scale
         if weight is not None:
             b = b + weight[:, :, part, None]
-        yield blank(b, kept, absent(b.dtype)), repeat_heads(v, groups)
+        yield fill_padding(b, kept, mask_value(b.dtype)), repeat_heads(v, groups)
 
 
 def scales(scale: Tensor, tokens: Tensor, size: int) -> Iterator[Tensor]:
@@ -140,7 +140,7 @@ def sum_groups(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else torch.unflatten(x, 1, (-1, groups)).sum(dim=2)
 
 
-def collect(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
+def join_pieces(parts: Iterator[Tensor], query: Tensor, width: int) -> Tensor:
     """The pieces of an output one after the other.
 
     Without gradients they are written where they belong, because a list of them would take the output's memory twice;

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lln.backends.torch.recompute import Attention, Inputs, Tensors
-from lln.backends.torch.summary import absent, repeat_heads
-from lln.checks import known
-from lln.masks import blank, front_order, kept_tokens, take_tokens
+from lln.backends.torch.summary import mask_value, repeat_heads
+from lln.checks import is_readable
+from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.matching.moments import chunks, piece_tokens
 from lln.precision import accumulator, in_full_precision
 
@@ -28,31 +28,35 @@ SMALLEST_TILE = 32
 
 
 def window_attention(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, block_size: int, is_causal: bool
-) -> Tensor:
-    """Softmax attention of each kept token to the `block_size` kept tokens around it, or up to it if causal."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor | None,
+    *,
+    block_size: int,
+    is_causal: bool,
+    with_lse: bool = False,
+) -> Tensors:
+    """Softmax attention of each kept token to the `block_size` kept tokens around it, or up to it if causal; with_lse:
+    and the log-sum-exp of its scores, (B, H, N, 1), with 0 for a token that is not kept."""
     right = 0 if is_causal else block_size // 2
     # No key is further away than the sequence is long.
-    reach: dict[str, int] = {x: min(n, query.shape[2]) for x, n in (("left", block_size - 1 - right), ("right", right))}
-    options: dict[str, Any] = {**reach, "is_causal": is_causal}
-    attention = Attention(
-        lambda *inputs: (_window(*inputs, **options),),
-        lambda *inputs: ((_window(*inputs, **options),), ()),
-        partial(_backward, **options),
-    )
+    reach: dict[str, Any] = {x: min(n, query.shape[2]) for x, n in (("left", block_size - 1 - right), ("right", right))}
+    attend = partial(_window, **reach, with_lse=with_lse)
+    attention = Attention(attend, lambda *inputs: (attend(*inputs), ()), partial(_backward, **reach))
     if keep is None:
-        return attention(query, key, value, None)[0]
+        return attention(query, key, value, None)
     order = front_order(keep)
     query, key, value = (take_tokens(x, order) for x in (query, key, value))
     kept = keep.gather(1, order)
-    query = blank(query, kept)  # 0 times NaN would reach gradients
-    output = attention(query, key, value, kept)[0]
-    return take_tokens(blank(output, kept), order.argsort(dim=1))
+    query = fill_padding(query, kept)  # 0 times NaN would reach gradients
+    back = order.argsort(dim=1)
+    return tuple([take_tokens(fill_padding(x, kept), back) for x in attention(query, key, value, kept)])
 
 
 def _window(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, left: int, right: int, is_causal: bool
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, *, left: int, right: int, with_lse: bool
+) -> Tensors:
     """All tokens, some at a time, with kept ones in front."""
     parts = []
     for part in _parts(query, value, left, right):
@@ -60,8 +64,8 @@ def _window(
         options: dict[str, Any] = {"before": part.start - around.start, "left": left, "right": right}
         kept = None if keep is None else keep[:, around]
         tokens = (query[:, :, part], key[:, :, around], value[:, :, around])
-        parts.append(_tiles(*tokens, kept, is_causal=is_causal, **options))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        parts.append(_tiles(*tokens, kept, with_lse=with_lse, **options))
+    return parts[0] if len(parts) == 1 else tuple([torch.cat(x, dim=2) for x in zip(*parts, strict=True)])
 
 
 def _parts(query: Tensor, value: Tensor, left: int, right: int) -> list[slice]:
@@ -78,8 +82,8 @@ def _tiles(
     before: int,
     left: int,
     right: int,
-    is_causal: bool,
-) -> Tensor:
+    with_lse: bool,
+) -> Tensors:
     """Attention of some tokens to keys of which `before` come before them."""
     tokens, dtype = query.shape[2], accumulator(query.dtype)
     groups, size = query.shape[1] // key.shape[1], max(left + right + 1, SMALLEST_TILE)
@@ -90,27 +94,33 @@ def _tiles(
     # Keys from `left` before the first query to `right` after the last, whether there are any or not.
     missing = (left - before, tiles * size + left + right - (left - before) - key.shape[2])
     k, v = (
-        pad(repeat_heads(blank(x.to(dtype), keep), groups), (0, 0, *missing)).unfold(2, span, size)
+        pad(repeat_heads(fill_padding(x.to(dtype), keep), groups), (0, 0, *missing)).unfold(2, span, size)
         for x in (key, value)
     )  # (B, H, n, D, S)
     there = pad(kept_tokens(keep, key), missing).unfold(1, span, size)[:, None, :, None]  # (B, 1, n, 1, S)
     row, column = torch.arange(size, device=q.device)[:, None], torch.arange(span, device=q.device)
     allowed = there & (column >= row) & (column <= row + left + right)
-    scores = (q * query.shape[3] ** -0.5) @ k
-    weights = torch.softmax(scores.masked_fill(~allowed, absent(dtype)), dim=-1)
-    if not is_causal:
+    # What is not seen weighs 0, yet 0 times NaN is NaN, here and in gradients: what is not finite is replaced by 0, and
+    # NaN is put where it is seen.
+    finite_key, finite_value = k.detach().isfinite(), v.detach().isfinite()
+    is_finite = is_readable(every := finite_key.all() & finite_value.all()) and bool(every)
+    scores = (q * query.shape[3] ** -0.5) @ (k if is_finite else k.where(finite_key, 0.0))
+    if not is_finite:
+        scores = scores.masked_fill(~finite_key.all(dim=-2, keepdim=True), torch.nan)
+    scores = scores.masked_fill(~allowed, mask_value(dtype))
+    weights = torch.softmax(scores, dim=-1)
+    if is_finite:
         output = weights @ v.mT
-    else:  # a later value weighs 0, yet 0 times NaN is NaN: values that are not finite are marked where they are seen
-        finite = v.detach().isfinite()
-        output = weights @ v.where(finite, 0.0).mT
-        if not (known(every := finite.all()) and bool(every)):
-            output = output.masked_fill(allowed.to(dtype) @ (~finite).to(dtype).mT > 0, torch.nan)
-    return output.flatten(2, 3)[:, :, :tokens]
+    else:
+        output = weights.masked_fill(~allowed, 0.0) @ v.where(finite_value, 0.0).mT
+        output = output.masked_fill(allowed.to(dtype) @ (~finite_value).to(dtype).mT > 0, torch.nan)
+    outputs = (output, scores.logsumexp(dim=-1, keepdim=True)) if with_lse else (output,)
+    return tuple([x.flatten(2, 3)[:, :, :tokens] for x in outputs])
 
 
 @in_full_precision
 def _gradients(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, **options: Any
+    gradient: Tensor, others: Tensors, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, **options: Any
 ) -> Tensors:
     """The gradients of query, key and value, from the attention of some tokens at a time computed once more."""
     left, right = options["left"], options["right"]
@@ -121,8 +131,10 @@ def _gradients(
         with torch.enable_grad():
             q, k, v = (x[:, :, s].detach().requires_grad_() for x, s in zip((query, key, value), places, strict=True))
             kept = None if keep is None else keep[:, around]
-            output = _tiles(q, k, v, kept, before=part.start - around.start, **options)
-            grads = torch.autograd.grad(output, (q, k, v), gradient[:, :, part].to(output.dtype))
+            before = part.start - around.start
+            outputs = _tiles(q, k, v, kept, before=before, with_lse=bool(others), **options)
+            of_part = [x[:, :, part].to(outputs[0].dtype) for x in (gradient, *others)]
+            grads = torch.autograd.grad(outputs, (q, k, v), of_part)
         for total, place, grad in zip(found, places, grads, strict=True):
             total[:, :, place] += grad
     return tuple(x.to(y.dtype) for x, y in zip(found, (query, key, value), strict=True))
@@ -131,4 +143,4 @@ def _gradients(
 def _backward(
     inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Sequence[bool], **options: Any
 ) -> Sequence[Tensor | None]:
-    return *_gradients(gradients[0], *inputs, **options), None
+    return *_gradients(gradients[0], gradients[1:], *inputs, **options), None

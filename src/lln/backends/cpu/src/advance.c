@@ -69,19 +69,20 @@ static void neighbours_begin(const Plan *plan, long b, long h, Neighbours *to, S
 
 /* output = weight times the attention of the new kept tokens at places first ... end to their neighbours. */
 static void neighbours_attend(Neighbours *all, long first, long end, Rows queries, float weight, Rows output,
-                              Scratch scratch) {
+                              float *lse, Scratch scratch) {
     if (first < all->joining) {
         long stop = at_most(end, all->joining);
-        near_attend(&all->first, 0, 0, all->begun + first, all->begun + stop, queries, weight, output, &all->near,
+        near_attend(&all->first, 0, 0, all->begun + first, all->begun + stop, queries, weight, output, lse, &all->near,
                     scratch);
+        if (lse) lse += stop - first;
         queries.data += (stop - first) * queries.row;
         output.data += (stop - first) * output.row;
         first = stop;
-        if (stop == all->joining) all->near.stop = 0; /* the block at hand is none of the rest */
+        if (stop == all->joining) all->near.stop = 0; /* the current block is none of the rest */
     }
     if (first < end)
-        near_attend(&all->rest, 0, 0, first - all->skipped, end - all->skipped, queries, weight, output, &all->near,
-                    scratch);
+        near_attend(&all->rest, 0, 0, first - all->skipped, end - all->skipped, queries, weight, output, lse,
+                    &all->near, scratch);
 }
 
 /* The attention to neighbours of a tile of new tokens from `start` on, of whom those from `rank` on are kept: in a
@@ -96,7 +97,11 @@ static long advance_near(const Plan *plan, long b, long h, long start, long rows
     for (long r = 0; r < rows; r++) count += is_kept(job, b, start + r);
     Rows q = view(job->type, head_of(&a->near_query, job->type, b, h), a->near_query.token, order, rank, count,
                   a->near_width, spare);
-    neighbours_attend(neighbours, rank, rank + count, q, a->near.data ? 1.f : 0.5f, (Rows){inside, v_row}, scratch);
+    float lse[TILE], *to_lse = lse_of(job, job->near_lse, b, h);
+    neighbours_attend(neighbours, rank, rank + count, q, a->near.data ? 1.f : 0.5f, (Rows){inside, v_row},
+                      to_lse ? lse : NULL, scratch);
+    for (long r = 0; to_lse && order && r < rows; r++) to_lse[start + r] = 0.f;
+    for (long r = 0; to_lse && r < count; r++) to_lse[token_at(order, rank + r)] = lse[r];
     if (a->near.data) {
         char *head = head_of(&a->near, a->output_type, b, h);
         memset(spare, 0, wide * sizeof(float));
@@ -119,7 +124,7 @@ static long advance_near(const Plan *plan, long b, long h, long start, long rows
 static void read_memory(const Advance *a, long b, long h, Memory memory) {
     long D = a->job.width, V = a->job.value_width, head = b * a->job.heads + h, vector = padded(D);
     for (long i = 0; i < vector; i++) {
-        memory.maximum[i] = i < D ? a->before.mass[head * D + i] : ABSENT;
+        memory.maximum[i] = i < D ? a->before.mass[head * D + i] : MASKED;
         memory.mass[i] = i < D ? 1.f : 0.f;
     }
     read_tile(FLOAT32, (const char *)(a->before.values + head * D * V), V, NULL, 0, D, V, memory.values, row_of(V));

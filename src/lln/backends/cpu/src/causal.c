@@ -46,12 +46,12 @@ Causal causal_begin_head(const Job *job, long b, long h, float *maximum, int sha
 /* Keys of a form are weighed a few at a time: the tile may end early. */
 #define FORM_ROWS 16
 
-/* Read the keys of the tile from `start` on, up to `end` if it is `known` to be a tile and else as many as fit, and
-   weigh them. */
-static void causal_keys(const Plan *plan, long b, long h, long start, long end, int known, Causal *t, Scratch scratch) {
+/* Read the keys of a tile (see `causal_tile`) and weigh them. */
+static void causal_keys(const Plan *plan, long b, long h, long start, long end, int is_fixed, Causal *t,
+                        Scratch scratch) {
     const Job *job = plan->job;
     long type = job->type, D = job->width, V = job->value_width, row = row_of(D), vector = padded(D);
-    long group = h / (job->heads / job->key_heads), rows = known ? end - start : at_most(TILE, end - start);
+    long group = h / (job->heads / job->key_heads), rows = is_fixed ? end - start : at_most(TILE, end - start);
     float *seen = take(&scratch, vector), *before = take(&scratch, vector);
     t->key = view(type, head_of(&job->key, type, b, group), job->key.token, NULL, start, rows, D, t->key_spare);
     if (job->keep_key) { /* what is not kept may be anything, and weighs nothing */
@@ -66,7 +66,7 @@ static void causal_keys(const Plan *plan, long b, long h, long start, long end, 
     }
     memcpy(before, t->maximum, vector * sizeof(float));
     memcpy(seen, t->maximum, vector * sizeof(float));
-    int anything = seen[0] != ABSENT;
+    int anything = seen[0] != MASKED;
     long r = 0;
     for (; r < rows; r++) {
         float *psi = t->psi + r * row, *key = t->key.data + r * t->key.row;
@@ -76,28 +76,28 @@ static void causal_keys(const Plan *plan, long b, long h, long start, long end, 
         float beta = scale_of(&job->beta, b, h, start + r);
         float weight = has_form(job) ? t->keys.weight[r] : 0.f;
         if (is_weighted(job)) weight = scale_of(&job->key_weight, b, h, start + r);
-        int odd_key = has_form(job) ? t->keys.total[r] * 0.f + weight * 0.f != 0.f /* as totals are then */
-                                    : not_finite(key, vector) || weight * 0.f != 0.f;
-        int odd = odd_key || not_finite(t->value.data + r * t->value.row, padded(V));
-        if (odd && r > 0 && !known) break;
+        int nonfinite_key = has_form(job) ? t->keys.total[r] * 0.f + weight * 0.f != 0.f /* as totals are then */
+                                          : not_finite(key, vector) || weight * 0.f != 0.f;
+        int nonfinite = nonfinite_key || not_finite(t->value.data + r * t->value.row, padded(V));
+        if (nonfinite && r > 0 && !is_fixed) break;
         if (is_weighted(job)) weigh_key(vector, beta, weight, key, psi);
         else if (!has_form(job))
             for (long i = 0; i < vector; i += LANES) store(psi + i, load(key + i) * beta);
-        if (odd_key)
+        if (nonfinite_key)
             for (long i = 0; i < D; i++) psi[i] = NAN;
-        for (long i = D; i < vector; i++) psi[i] = ABSENT;
-        if (has_form(job) && known) continue;
+        for (long i = D; i < vector; i++) psi[i] = MASKED;
+        if (has_form(job) && is_fixed) continue;
         float shift = has_form(job) ? weight - t->keys.log_total[r] : 0.f; /* b - psi, which stays ln p + ln(total) */
         if (r == 0 || !anything) {
             for (long i = 0; i < vector; i += LANES) store(seen + i, larger(load(seen + i), load(psi + i) + shift));
             anything = 1;
-        } else if (!known && exceeds(psi, seen, REACH - shift, vector)) {
+        } else if (!is_fixed && exceeds(psi, seen, REACH - shift, vector)) {
             break;
         }
-        if (!known)
+        if (!is_fixed)
             for (long i = 0; i < vector; i += LANES)
                 store(t->maximum + i, larger(load(t->maximum + i), load(psi + i) + shift));
-        if (odd && !known) {
+        if (nonfinite && !is_fixed) {
             r++;
             break;
         }
@@ -124,18 +124,18 @@ static void causal_keys(const Plan *plan, long b, long h, long start, long end, 
     }
 }
 
-void causal_tile(const Plan *plan, long b, long h, long start, long end, int known, Causal *t, Scratch scratch) {
+void causal_tile(const Plan *plan, long b, long h, long start, long end, int is_fixed, Causal *t, Scratch scratch) {
     const Job *job = plan->job;
     long D = job->width, row = row_of(D), square = row_of(TILE), vector = padded(D);
-    causal_keys(plan, b, h, start, end, known, t, scratch);
+    causal_keys(plan, b, h, start, end, is_fixed, t, scratch);
     long rows = t->rows;
     t->query =
         view(job->type, head_of(&job->query, job->type, b, h), job->query.token, NULL, start, rows, D, t->query_spare);
-    t->query = without_odd_padding(job, job->keep_key, b, NULL, start, rows, t->query, t->query_spare, t->blanked);
+    t->query = without_unusable_padding(job, job->keep_key, b, NULL, start, rows, t->query, t->query_spare, t->blanked);
     float *maximum = t->maximum;
     if (is_weighted(job) ||
         has_form(job)) { /* weights may be large for all features: what is added to a query is to be small */
-        maximum = take_filled(&scratch, vector, ABSENT);
+        maximum = take_filled(&scratch, vector, MASKED);
         float top = t->maximum[0];
         for (long i = 1; i < D; i++) top = t->maximum[i] > top ? t->maximum[i] : top;
         for (long i = 0; i < D; i++) maximum[i] = t->maximum[i] - top;
@@ -181,7 +181,7 @@ void multiply_lower_transposed(long rows, long width, const float *w, long w_row
     }
 }
 
-/* Measure what is remembered from the `maximum` of the tile. */
+/* Measure a memory from the `maximum` of the tile. */
 INLINE void fade_memory(const Job *job, const Causal *t, Memory memory) {
     if (!t->fades) return;
     fade_columns(1, t->fade, memory.mass, 0, padded(job->width));
@@ -195,8 +195,8 @@ INLINE void add_tile(const Job *job, const Causal *t, Memory memory) {
                         memory.values, v_row, 1);
 }
 
-void causal_remember(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch) {
-    forget(plan->job, memory);
+void causal_sum_keys(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch) {
+    clear_memory(plan->job, memory);
     Causal t = causal_begin_head(plan->job, b, h, memory.maximum, 0, &scratch);
     for (long start = first; start < end; start += t.rows) {
         causal_keys(plan, b, h, start, end, 0, &t, scratch);
@@ -251,7 +251,7 @@ void causal_attend(const Plan *plan, long b, long h, long first, long end, Memor
                           row);
                 q = (Rows){compact, row};
             }
-            near_attend(plan, b, h, rank, rank + count, q, weight, (Rows){inside, v_row}, &near, scratch);
+            near_attend(plan, b, h, rank, rank + count, q, weight, (Rows){inside, v_row}, NULL, &near, scratch);
             for (long r = 0; r < count; r++) {
                 float *to = out.data + (order ? order[rank + r] - start : r) * out.row;
                 for (long j = 0; j < wide; j += LANES) store(to + j, load(to + j) + load(inside + r * v_row + j));
@@ -268,6 +268,6 @@ void causal_head(const Plan *plan, long b, long h, Scratch scratch) {
     Memory memory = memory_at(take(&scratch, memory_floats(job)), job);
     PrefixSums none = {{0}};
     if (job->match_alpha || job->match_beta) match_prefixes(plan, b, h, 0, job->keys, 1, &none, scratch);
-    forget(job, memory);
+    clear_memory(job, memory);
     causal_attend(plan, b, h, 0, job->keys, memory, scratch);
 }

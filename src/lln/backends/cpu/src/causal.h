@@ -35,12 +35,12 @@ INLINE int is_kept(const Job *job, long b, long token) {
 }
 
 /* Buffers for the tiles of a head, and its form. `maximum`: of what came before; it is kept up to date there.
-   `shares`: those of its keys are wanted, too. */
+   `shares`: those of its keys are computed, too. */
 Causal causal_begin_head(const Job *job, long b, long h, float *maximum, int shares, Scratch *scratch);
 
-/* The tile from `start` on, up to `end` if it is `known` to be a tile and else as many tokens as fit: its keys, its
-   queries and the weights of its pairs. */
-void causal_tile(const Plan *plan, long b, long h, long start, long end, int known, Causal *t, Scratch scratch);
+/* The tile from `start` on: its keys, its queries and the weights of its pairs. With `is_fixed` it ends at `end`, and
+   otherwise before the first token that does not fit. */
+void causal_tile(const Plan *plan, long b, long h, long start, long end, int is_fixed, Causal *t, Scratch scratch);
 
 /* c (+)= w b for the lower triangle w. */
 void multiply_lower(long rows, long width, const float *w, long w_row, Rows b, float *c, long c_row);
@@ -75,23 +75,24 @@ INLINE void add_tile_mass(const Causal *t, float *mass, long row, long vector) {
     }
 }
 
-INLINE void forget(const Job *job, Memory memory) {
-    for (long i = 0; i < padded(job->width); i++) memory.maximum[i] = ABSENT;
+INLINE void clear_memory(const Job *job, Memory memory) {
+    for (long i = 0; i < padded(job->width); i++) memory.maximum[i] = MASKED;
     memset(memory.mass, 0, (padded(job->width) + job->width * row_of(job->value_width)) * sizeof(float));
 }
 
 /* The memory of the tokens first ... end alone. */
-void causal_remember(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch);
+void causal_sum_keys(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch);
 
-/* Put the memory of earlier tokens before that of later ones: both together. */
+/* Add the memory of earlier tokens to that of later ones. */
 void causal_precede(const Job *job, Memory earlier, Memory later);
 
-/* The output of the tokens first ... end, who come after what is in `memory` and are added to it. */
+/* The output of the tokens first ... end, which come after those of `memory` and are added to it. */
 void causal_attend(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch);
 
 void causal_head(const Plan *plan, long b, long h, Scratch scratch);
 
-/* What the way through a chunk leaves for the way back: for each token of the head, and for each tile of the chunk. */
+/* What the backward pass of the queries of a chunk keeps for that of its keys, for each token of the head and each tile
+   of the chunk. */
 typedef struct {
     float *inverse, *mean; /* 1 / the sum of weights; the mean of the gradient under the weights */
     int64_t *tiles;        /* how many */
@@ -99,21 +100,21 @@ typedef struct {
     float *maximum;        /* (tiles x padded width) */
 } History;
 
-/* Room for tiles of one token; what is not used stays untouched and costs nothing. */
+/* Enough for tiles of one token; memory that is not used is never touched. */
 INLINE long history_floats(const Job *job, long chunks) {
-    return apart(2 * (job->keys + 2 * chunks)) + 2 * apart(job->keys) + job->keys * padded(job->width);
+    return part_stride(2 * (job->keys + 2 * chunks)) + 2 * part_stride(job->keys) + job->keys * padded(job->width);
 }
 
 INLINE History history_at(float *buffer, const Job *job, long first, long chunk, long chunks) {
     int64_t *tiles = (int64_t *)buffer + first + 2 * chunk;
-    float *inverse = behind(buffer, 1, 2 * (job->keys + 2 * chunks)), *mean = behind(inverse, 1, job->keys);
-    return (History){inverse, mean, tiles, tiles + 1, behind(mean, 1, job->keys) + first * padded(job->width)};
+    float *inverse = after_parts(buffer, 1, 2 * (job->keys + 2 * chunks)), *mean = after_parts(inverse, 1, job->keys);
+    return (History){inverse, mean, tiles, tiles + 1, after_parts(mean, 1, job->keys) + first * padded(job->width)};
 }
 
-/* dq of the tokens first ... end, their history, and, if there is room in `handed` (else NULL), what their queries hand
-   to the keys before `first`: phi times the gradient over the sum of weights, and phi times its mean. */
+/* dq of the tokens first ... end, their history, and in `memory_grad` (or NULL) the gradients of the memory of the keys
+   before `first`: phi times the gradient over the sum of weights, and phi times its mean. */
 void causal_queries_backward(const Plan *plan, long b, long h, long first, long end, Memory before,
-                             const Memory *handed, History past, Scratch scratch);
+                             const Memory *memory_grad, History past, Scratch scratch);
 
 /* Where dk and dv of a key head are summed over the heads that share it: in the result, or in `buffer` if that is not
    made of rows of floats. */
@@ -130,13 +131,13 @@ KeyGradients key_gradients(const Job *job, long b, long key_head, float *buffer)
 void store_key_gradients(const Job *job, long b, long key_head, long first, long end, KeyGradients from);
 
 /* dk and dv of a chunk, from the last tile to the first, added to rows of floats; `first`: there is nothing yet.
-   `after` is what the queries after the chunk hand to it, or NULL. */
+   `after` is the gradient of their memory from the queries after the chunk, or NULL. */
 void causal_keys_backward(const Plan *plan, long b, long h, History past, const Memory *after, KeyGradients sums,
                           int first, Scratch scratch);
 
-/* What the queries of a chunk and of those after it hand to the keys before it; the latter was measured from the end of
-   the chunk. */
-void causal_hand_on(const Job *job, Memory before, Memory before_next, Memory handed, Memory handed_next);
+/* Add the memory gradients of later chunks, which are measured from the end of this one, to those of a chunk. */
+void causal_add_later_gradients(const Job *job, Memory before, Memory before_next, Memory memory_grad,
+                                Memory memory_grad_next);
 
 /* Gradients of a key head and its query heads; 1 if there was no memory. */
 int causal_backward(const Plan *plan, long b, long key_head, Scratch scratch);

@@ -17,7 +17,7 @@ static void pair_gradients(const Causal *t, Rows grads, long V, float *value_T, 
 }
 
 void causal_queries_backward(const Plan *plan, long b, long h, long first, long end, Memory before,
-                             const Memory *handed, History past, Scratch scratch) {
+                             const Memory *memory_grad, History past, Scratch scratch) {
     const Job *job = plan->job;
     long type = job->type, D = job->width, V = job->value_width, row = row_of(D), v_row = row_of(V),
          square = row_of(TILE);
@@ -30,7 +30,7 @@ void causal_queries_backward(const Plan *plan, long b, long h, long first, long 
     memcpy(maximum, before.maximum, vector * sizeof(float));
     memcpy(mass, before.mass, vector * sizeof(float));
     transpose(D, V, vector, before.values, v_row, values_T, row);
-    if (handed) forget(job, *handed);
+    if (memory_grad) clear_memory(job, *memory_grad);
     Causal t = causal_begin_head(job, b, h, maximum, 0, &scratch);
     for (long start = first; start < end; start += t.rows) {
         causal_tile(plan, b, h, start, end, 0, &t, scratch);
@@ -80,7 +80,7 @@ void causal_queries_backward(const Plan *plan, long b, long h, long first, long 
         store_rows(type, head_of(&job->grad_query, type, b, h), job->grad_query.token, NULL, start, t.rows, D, to);
         add_tile_mass(&t, mass, row, vector);
         multiply_transposed(V, vector, t.rows, t.value.data, t.value.row, t.psi, row, values_T, row, 1);
-        if (!handed) continue;
+        if (!memory_grad) continue;
         for (long i = 0; i < vector; i += LANES)
             store(t.fade + i, exponential(load(before.maximum + i) - load(maximum + i)));
         fade_columns(t.rows, t.fade, t.phi, row, vector);
@@ -88,9 +88,10 @@ void causal_queries_backward(const Plan *plan, long b, long h, long first, long 
             float inverse = past.inverse[start + r], mean = past.mean[start + r];
             for (long j = 0; j < wide; j += LANES) store(grads + r * v_row + j, load(g.data + r * g.row + j) * inverse);
             for (long i = 0; i < vector; i += LANES)
-                store(handed->mass + i, load(handed->mass + i) + load(t.phi + r * row + i) * (inverse * mean));
+                store(memory_grad->mass + i,
+                      load(memory_grad->mass + i) + load(t.phi + r * row + i) * (inverse * mean));
         }
-        multiply_transposed(D, wide, t.rows, t.phi, row, grads, v_row, handed->values, v_row, 1);
+        multiply_transposed(D, wide, t.rows, t.phi, row, grads, v_row, memory_grad->values, v_row, 1);
     }
     past.starts[tiles] = end;
     *past.tiles = tiles;
@@ -220,25 +221,26 @@ void causal_keys_backward(const Plan *plan, long b, long h, History past, const 
     }
 }
 
-void causal_hand_on(const Job *job, Memory before, Memory before_next, Memory handed, Memory handed_next) {
+void causal_add_later_gradients(const Job *job, Memory before, Memory before_next, Memory memory_grad,
+                                Memory memory_grad_next) {
     long v_row = row_of(job->value_width);
     for (long i = 0; i < job->width; i++) {
         float fade = expf(before.maximum[i] - before_next.maximum[i]);
-        handed.mass[i] += handed_next.mass[i] * fade;
+        memory_grad.mass[i] += memory_grad_next.mass[i] * fade;
         for (long j = 0; j < padded(job->value_width); j++)
-            handed.values[i * v_row + j] += handed_next.values[i * v_row + j] * fade;
+            memory_grad.values[i * v_row + j] += memory_grad_next.values[i * v_row + j] * fade;
     }
 }
 
 int causal_backward(const Plan *plan, long b, long key_head, Scratch scratch) {
     const Job *job = plan->job;
     long groups = job->heads / job->key_heads;
-    float *buffer = malloc((apart(history_floats(job, 1)) + key_gradients_floats(job)) * sizeof(float));
+    float *buffer = malloc((part_stride(history_floats(job, 1)) + key_gradients_floats(job)) * sizeof(float));
     if (!buffer) return 1;
     Memory nothing = memory_at(take(&scratch, memory_floats(job)), job);
-    forget(job, nothing);
+    clear_memory(job, nothing);
     History past = history_at(buffer, job, 0, 0, 1);
-    KeyGradients sums = key_gradients(job, b, key_head, behind(buffer, 1, history_floats(job, 1)));
+    KeyGradients sums = key_gradients(job, b, key_head, after_parts(buffer, 1, history_floats(job, 1)));
     for (long g = 0; g < groups; g++) {
         long h = key_head * groups + g;
         causal_queries_backward(plan, b, h, 0, job->keys, nothing, NULL, past, scratch);

@@ -55,7 +55,7 @@ Form read_form(const Job *job, long b, long h, Scratch *scratch) {
     form.query = take_zeros(scratch, vector);
     form.key = take_zeros(scratch, vector);
     form.column = take_zeros(scratch, vector);
-    form.none = take_filled(scratch, vector, ABSENT);
+    form.none = take_filled(scratch, vector, MASKED);
     memset(form.none, 0, job->width * sizeof(float));
     if (job->form != DECOMPOSED) return form;
     memcpy(form.query, head_of(&job->center_query, FLOAT32, b, h), job->width * sizeof(float));
@@ -72,7 +72,7 @@ INLINE void weigh_form_rows(const int count, const int vectors, const int logs, 
     float top[2], *z = (logs ? to->logs : to->shares) + first * to->row, *e = to->shares + first * to->row;
 #pragma GCC unroll 2
     for (int r = 0; r < count; r++) {
-        maximum[r] = broadcast(2.f * ABSENT);
+        maximum[r] = broadcast(2.f * MASKED);
         nan_marker[r] = sum[r] = dot[r] = broadcast(0.f);
     }
 #pragma GCC unroll 8
@@ -139,18 +139,18 @@ INLINE void column_factors(long rows, const FormKeys *keys, float top, float *to
     for (long r = 0; r < rows; r++) to[r] /= keys->total[r];
 }
 
-void remember_form(const Plan *plan, long b, long h, long first, long end, int exact, Memory memory, Scratch scratch) {
+void sum_form_keys(const Plan *plan, long b, long h, long first, long end, int exact, Memory memory, Scratch scratch) {
     const Job *job = plan->job;
     long type = job->type, D = job->width, V = job->value_width, group = h / (job->heads / job->key_heads);
     long k_row = row_of(D), v_row = row_of(V), vector = padded(D);
     Form form = read_form(job, b, h, &scratch);
-    float *keys = take(&scratch, TILE * k_row), *values = take(&scratch, TILE * v_row), factors[TILE], top = ABSENT;
+    float *keys = take(&scratch, TILE * k_row), *values = take(&scratch, TILE * v_row), factors[TILE], top = MASKED;
     FormKeys tile = {.shares = keys, .row = k_row};
     if (exact) tile = (FormKeys){.logs = take(&scratch, TILE * k_row), .row = k_row};
     const int32_t *order = key_order(plan, b);
     const char *head = head_of(&job->key, type, b, group);
     memset(memory.mass, 0, (vector + (first < end ? 0 : D * v_row)) * sizeof(float));
-    for (long i = 0; i < vector; i++) memory.maximum[i] = ABSENT;
+    for (long i = 0; i < vector; i++) memory.maximum[i] = MASKED;
     for (long start = first; exact && start < end; start += TILE) {
         long rows = at_most(TILE, end - start);
         Rows k = view(type, head, job->key.token, order, start, rows, D, keys);

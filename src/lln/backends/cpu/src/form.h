@@ -34,7 +34,7 @@ INLINE void weigh_centered(const int count, const int vectors, const float *alph
     float top[2];
 #pragma GCC unroll 2
     for (int r = 0; r < count; r++) {
-        maximum[r] = broadcast(2.f * ABSENT);
+        maximum[r] = broadcast(2.f * MASKED);
         nan_marker[r] = sum[r] = broadcast(0.f);
     }
 #pragma GCC unroll 8
@@ -74,7 +74,7 @@ void centered_softmax(long rows, long vector, float alpha, const float *center, 
                       Rows queries, float *tile, long row);
 
 /* The centres of a head and m_q / sqrt(D), which a key is multiplied with for its weight; zeros where the form has
-   none. `none` is 0, and ABSENT beyond the last feature. */
+   none. `none` is 0, and MASKED beyond the last feature. */
 typedef struct {
     float *query, *key, *column, *none;
 } Form;
@@ -107,7 +107,7 @@ INLINE void form_distances(long vector, const FormKeys *keys, long r, const floa
 
 /* Sums over the keys of p exp(w), and of that times the values: measured from the largest w, or with `exact` from the
    largest b of each feature. */
-void remember_form(const Plan *plan, long b, long h, long first, long end, int exact, Memory memory, Scratch scratch);
+void sum_form_keys(const Plan *plan, long b, long h, long first, long end, int exact, Memory memory, Scratch scratch);
 
 /* Whether some feature was measured from a reference too far above it. */
 int needs_exact(const Job *job, Memory memory);

@@ -16,7 +16,7 @@ void largest_weighted(const Plan *plan, long b, long h, long first, long end, fl
     long D = job->width, vector = padded(D), group = h / (job->heads / job->key_heads);
     float *keys = take(&scratch, TILE * row_of(D)), *row = take(&scratch, vector);
     float *nan_marker = take_zeros(&scratch, vector), beta = scale_of(&job->beta, b, h, 0);
-    for (long i = 0; i < vector; i++) maximum[i] = ABSENT;
+    for (long i = 0; i < vector; i++) maximum[i] = MASKED;
     for (long start = first; start < end; start += TILE) {
         long rows = at_most(TILE, end - start);
         Rows k = view(job->type, head_of(&job->key, job->type, b, group), job->key.token, key_order(plan, b), start,
@@ -73,13 +73,13 @@ void share_keys(long rows, long vector, float beta, const float *weights, const 
         }
 }
 
-Rows without_odd_padding(const Job *job, const uint8_t *keep, long b, const int32_t *order, long first, long count,
-                         Rows queries, float *spare, uint8_t *blanked) {
+Rows without_unusable_padding(const Job *job, const uint8_t *keep, long b, const int32_t *order, long first, long count,
+                              Rows queries, float *spare, uint8_t *blanked) {
     if (blanked) memset(blanked, 0, count);
     if (!keep) return queries;
     long row = row_of(job->width), vector = padded(job->width);
     for (long r = 0; r < count; r++) {
-        if (keep[b * job->queries + token_at(order, first + r)] || !is_odd(queries.data + r * queries.row, vector))
+        if (keep[b * job->queries + token_at(order, first + r)] || !is_unusable(queries.data + r * queries.row, vector))
             continue;
         if (queries.data != spare) {
             for (long i = 0; i < count; i++)
@@ -92,10 +92,10 @@ Rows without_odd_padding(const Job *job, const uint8_t *keep, long b, const int3
     return queries;
 }
 
-void remember(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch) {
+void sum_keys(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch) {
     const Job *job = plan->job;
     if (has_form(job)) {
-        remember_form(plan, b, h, first, end, 0, memory, scratch);
+        sum_form_keys(plan, b, h, first, end, 0, memory, scratch);
         return;
     }
     long type = job->type, D = job->width, V = job->value_width, group = h / (job->heads / job->key_heads);
@@ -121,12 +121,12 @@ void remember(const Plan *plan, long b, long h, long first, long end, Memory mem
 void finish_memory(const Plan *plan, long b, long h, Memory memory, Scratch scratch) {
     const Job *job = plan->job;
     long count = plan->key_count[b];
-    if (has_form(job) && count && needs_exact(job, memory)) remember_form(plan, b, h, 0, count, 1, memory, scratch);
+    if (has_form(job) && count && needs_exact(job, memory)) sum_form_keys(plan, b, h, 0, count, 1, memory, scratch);
     long D = job->width, V = job->value_width, row = row_of(V);
     for (long i = 0; i < D; i++) {
         float share = count ? 1.f / memory.mass[i] : 0.f, *values = memory.values + i * row;
         memory.maximum[i] = count ? memory.maximum[i] : 0.f;
-        memory.mass[i] = count ? logf(memory.mass[i]) : ABSENT;
+        memory.mass[i] = count ? logf(memory.mass[i]) : MASKED;
         for (long j = 0; j < V; j += LANES) store(values + j, load(values + j) * share);
     }
 }
@@ -142,18 +142,18 @@ void keep_memory(const Job *job, long b, long h, Memory memory) {
 }
 
 float *read_mass(const Job *job, long b, long h, const float *maximum, const float *log_sum, Scratch *scratch) {
-    float *mass = take_filled(scratch, padded(job->width), ABSENT), beta = scale_of(&job->beta, b, h, 0);
+    float *mass = take_filled(scratch, padded(job->width), MASKED), beta = scale_of(&job->beta, b, h, 0);
     if (is_weighted(job) ||
         has_form(job)) { /* what all features have in common may be large: it goes before rounding */
-        double top = 2. * ABSENT;
+        double top = 2. * MASKED;
         for (long i = 0; i < job->width; i++)
             if ((double)maximum[i] + log_sum[i] > top) top = (double)maximum[i] + log_sum[i];
         for (long i = 0; i < job->width; i++)
-            if (log_sum[i] != ABSENT) mass[i] = (float)((double)maximum[i] + log_sum[i] - top);
+            if (log_sum[i] != MASKED) mass[i] = (float)((double)maximum[i] + log_sum[i] - top);
         return mass;
     }
     for (long i = 0; i < job->width; i++)
-        if (log_sum[i] != ABSENT) mass[i] = maximum[i] * beta + log_sum[i];
+        if (log_sum[i] != MASKED) mass[i] = maximum[i] * beta + log_sum[i];
     return mass;
 }
 
@@ -165,12 +165,12 @@ float *read_values(const Job *job, long b, long h, Scratch *scratch) {
     return values;
 }
 
-void recall(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch) {
+void attend_memory(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch) {
     const Job *job = plan->job;
     long type = job->type, D = job->width, V = job->value_width, q_row = row_of(D), v_row = row_of(V);
     long step = step_of(job), in_blocks = job->block_size ? plan->key_count[b] : 0;
     float weight = job->block_size && job->with_lln ? 0.5f : 1.f;
-    float *mass = NULL, *values = memory.values, alpha = 0.f, weights[TILE];
+    float *mass = NULL, *values = memory.values, alpha = 0.f, weights[TILE], lse[TILE];
     Form form = {0};
     if (job->with_lln) {
         form = read_form(job, b, h, &scratch);
@@ -186,9 +186,13 @@ void recall(const Plan *plan, long b, long h, long first, long end, Memory memor
         for (long from = start; from < stop; from += TILE) {
             long rows = at_most(TILE, stop - from), inside = at_most(rows, at_least(in_blocks - from, 0));
             Rows q = view(type, head_of(&job->query, type, b, h), job->query.token, order, from, rows, D, queries);
-            q = without_odd_padding(job, job->keep_query, b, order, from, rows, q, queries, NULL);
+            q = without_unusable_padding(job, job->keep_query, b, order, from, rows, q, queries, NULL);
             Rows out = output_rows(type, head_of(&job->output, type, b, h), job->output.token, order, from, V, output);
-            if (inside) near_attend(plan, b, h, from, from + inside, q, weight, out, &near, scratch);
+            if (inside)
+                near_attend(plan, b, h, from, from + inside, q, weight, out, job->near_lse ? lse : NULL, &near,
+                            scratch);
+            for (long r = 0; job->near_lse && r < rows; r++)
+                lse_of(job, job->near_lse, b, h)[token_at(order, from + r)] = r < inside ? lse[r] : 0.f;
             if (job->with_lln) {
                 if (form.query) centered_softmax(rows, padded(D), alpha, form.query, mass, weights, q, queries, q_row);
                 else feature_softmax(rows, padded(D), alpha, mass, weight, q, queries, q_row);

@@ -1,4 +1,5 @@
-/* LLN attention of every query to every kept key, in the two-softmax form of `plain.py`, and its gradients. */
+/* LLN attention of every query to every kept key, in the two-softmax form of `lln.backends.torch`, and its gradients.
+ */
 #ifndef LLN_FULL_H
 #define LLN_FULL_H
 
@@ -55,11 +56,11 @@ void share_keys(long rows, long vector, float beta, const float *weights, const 
 /* Queries of padding that are not finite, or so large that they would not be once they are scaled, count as zeros, so
    that 0 times NaN reaches no gradient: the tile as it is, or a copy of it in `spare` without them. `blanked` tells
    which rows those are. */
-Rows without_odd_padding(const Job *job, const uint8_t *keep, long b, const int32_t *order, long first, long count,
-                         Rows queries, float *spare, uint8_t *blanked);
+Rows without_unusable_padding(const Job *job, const uint8_t *keep, long b, const int32_t *order, long first, long count,
+                              Rows queries, float *spare, uint8_t *blanked);
 
 /* The memory of the keys at places first ... end. */
-void remember(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch);
+void sum_keys(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch);
 
 /* Make the mean values S and, instead of their mass, log_sum = L - beta maximum of what was summed over the keys. */
 void finish_memory(const Plan *plan, long b, long h, Memory memory, Scratch scratch);
@@ -80,26 +81,27 @@ INLINE long step_of(const Job *job) {
 
 /* out = A S of the queries at places first ... end for a finished memory, or the mean of that and the attention inside
    blocks. */
-void recall(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch);
+void attend_memory(const Plan *plan, long b, long h, long first, long end, Memory memory, Scratch scratch);
 
-/* What the queries hand to the keys in the backward pass: dL and dS; and what the keys leave for the centres, m_q and
-   m_k. */
+/* Gradients of a memory, dL and dS, summed over queries; behind them those of the centres, m_q and m_k. */
 INLINE long centers_place(const Job *job) { return padded(job->width) + job->width * row_of(job->value_width); }
-INLINE long handed_floats(const Job *job) {
+INLINE long memory_grad_floats(const Job *job) {
     return centers_place(job) + (job->sample_centers ? 2 * padded(job->width) : 0);
 }
 
 /* dq of the queries at places first ... end, and their dL and dS. */
-void recall_backward(const Plan *plan, long b, long h, long first, long end, float *handed, Scratch scratch);
+void attend_memory_backward(const Plan *plan, long b, long h, long first, long end, float *memory_grad,
+                            Scratch scratch);
 
-/* dk and dv of the keys at places first ... end of a key head, given dL and dS of all its query heads. What the centres
-   get is left in `own`, which has the layout of `handed`. */
-void remember_backward(const Plan *plan, long b, long key_head, long first, long end, const float *handed, float *own,
-                       Scratch scratch);
+/* dk and dv of the keys at places first ... end of a key head, given dL and dS of all its query heads. Gradients
+   of the centres are written to `own`, which has the layout of `memory_grad`. */
+void sum_keys_backward(const Plan *plan, long b, long key_head, long first, long end, const float *memory_grad,
+                       float *own, Scratch scratch);
 
-/* Means of the sample are part of the function: what they get goes to the kept tokens, an equal part to each. `handed`
-   is that of the first query head of a key head and of the first chunk, `next` leads from one chunk to the next. */
-void spread_centers(const Plan *plan, long b, long key_head, long chunk, const float *handed, long next,
+/* Means of the sample are part of the function: add their gradients to those of the kept tokens, an equal part to each.
+   `memory_grad` is that of the first query head of a key head and of the first chunk, `next` the floats from one chunk
+   to the next. */
+void spread_centers(const Plan *plan, long b, long key_head, long chunk, const float *memory_grad, long next,
                     Scratch scratch);
 
 #endif

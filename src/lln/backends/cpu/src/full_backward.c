@@ -6,12 +6,13 @@
 
 #include "threads.h"
 
-void recall_backward(const Plan *plan, long b, long h, long first, long end, float *handed, Scratch scratch) {
+void attend_memory_backward(const Plan *plan, long b, long h, long first, long end, float *memory_grad,
+                            Scratch scratch) {
     const Job *job = plan->job;
     long type = job->type, D = job->width, V = job->value_width, q_row = row_of(D), v_row = row_of(V),
          vector = padded(D);
     float weight = job->block_size ? 0.5f : 1.f, alpha = scale_of(&job->alpha, b, h, 0);
-    float *grad_mass = handed, *grad_values = handed + vector;
+    float *grad_mass = memory_grad, *grad_values = memory_grad + vector;
     const float *maximum = mass_of(job, b, h);
     float *mass = read_mass(job, b, h, maximum, maximum + D, &scratch), *values = read_values(job, b, h, &scratch);
     float *values_T = take(&scratch, V * q_row);
@@ -22,11 +23,11 @@ void recall_backward(const Plan *plan, long b, long h, long first, long end, flo
     float weights[TILE];
     for (long r = 0; r < TILE; r++) weights[r] = weight;
     transpose(D, V, vector, values, v_row, values_T, q_row);
-    memset(handed, 0, handed_floats(job) * sizeof(float));
+    memset(memory_grad, 0, memory_grad_floats(job) * sizeof(float));
     for (long start = first; start < end; start += TILE) {
         long rows = at_most(TILE, end - start);
         Rows q = view(type, head_of(&job->query, type, b, h), job->query.token, NULL, start, rows, D, queries);
-        q = without_odd_padding(job, job->keep_query, b, NULL, start, rows, q, queries, blanked);
+        q = without_unusable_padding(job, job->keep_query, b, NULL, start, rows, q, queries, blanked);
         Rows g =
             view(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, NULL, start, rows, V, grads);
         Rows to = output_rows(type, head_of(&job->grad_query, type, b, h), job->grad_query.token, NULL, start, D,
@@ -56,8 +57,8 @@ void recall_backward(const Plan *plan, long b, long h, long first, long end, flo
     }
 }
 
-void remember_backward(const Plan *plan, long b, long key_head, long first, long end, const float *handed, float *own,
-                       Scratch scratch) {
+void sum_keys_backward(const Plan *plan, long b, long key_head, long first, long end, const float *memory_grad,
+                       float *own, Scratch scratch) {
     const Job *job = plan->job;
     long type = job->type, D = job->width, V = job->value_width, k_row = row_of(D), v_row = row_of(V),
          vector = padded(D);
@@ -89,7 +90,8 @@ void remember_backward(const Plan *plan, long b, long key_head, long first, long
                                 V, grad_values);
         for (long g = 0; g < groups; g++) {
             long h = key_head * groups + g;
-            const float *grad_mass = handed + g * apart(handed_floats(job)), *grad_memory = grad_mass + vector;
+            const float *grad_mass = memory_grad + g * part_stride(memory_grad_floats(job)),
+                        *grad_sums = grad_mass + vector;
             float beta = scale_of(&job->beta, b, h, 0);
             if (groups > 1 || start == first) {
                 scratch = rest;
@@ -101,11 +103,11 @@ void remember_backward(const Plan *plan, long b, long key_head, long first, long
                 for (long i = 0; i < D; i++) {
                     vf sum = broadcast(0.f);
                     for (long j = 0; j < padded(V); j += LANES)
-                        sum += load(memory + i * v_row + j) * load(grad_memory + i * v_row + j);
+                        sum += load(memory + i * v_row + j) * load(grad_sums + i * v_row + j);
                     constant[i] = grad_mass[i] - total_of(sum);
                 }
                 for (long i = D; i < vector; i++) constant[i] = maximum[i] = log_sum[i] = 0.f;
-                transpose(D, V, vector, grad_memory, v_row, grads_T, k_row);
+                transpose(D, V, vector, grad_sums, v_row, grads_T, k_row);
             }
             if (has_form(job)) {
                 weigh_form_keys(plan, &form, b, h, order, start, 0, rows, k, &tile);
@@ -114,8 +116,9 @@ void remember_backward(const Plan *plan, long b, long key_head, long first, long
                 share_keys(rows, vector, beta, read_weights(plan, b, h, start, rows, weights), maximum, log_sum, k,
                            shares, k_row);
             multiply(rows, vector, V, v.data, v.row, grads_T, k_row, grad_shares, k_row, 0);
-            multiply(rows, padded(V), D, shares, k_row, grad_memory, v_row, to_v.data, to_v.row, g > 0);
-            float *centers = job->sample_centers ? own + g * apart(handed_floats(job)) + centers_place(job) : NULL;
+            multiply(rows, padded(V), D, shares, k_row, grad_sums, v_row, to_v.data, to_v.row, g > 0);
+            float *centers = job->sample_centers ? own + g * part_stride(memory_grad_floats(job)) + centers_place(job)
+                                                 : NULL;
             float sums[TILE];
             for (long r = 0; has_form(job) && r < rows; r++) {
                 float *d = grad_shares + r * k_row;
@@ -152,7 +155,7 @@ void remember_backward(const Plan *plan, long b, long key_head, long first, long
     }
 }
 
-void spread_centers(const Plan *plan, long b, long key_head, long chunk, const float *handed, long next,
+void spread_centers(const Plan *plan, long b, long key_head, long chunk, const float *memory_grad, long next,
                     Scratch scratch) {
     const Job *job = plan->job;
     long D = job->width, vector = padded(D), groups = job->heads / job->key_heads, C = plan->chunks;
@@ -160,7 +163,7 @@ void spread_centers(const Plan *plan, long b, long key_head, long chunk, const f
     float *row = take(&scratch, vector), *of_keys = take_zeros(&scratch, vector),
           *spare = take(&scratch, TILE * row_of(D));
     for (long g = 0; g < groups; g++) {
-        const float *own = handed + g * apart(handed_floats(job));
+        const float *own = memory_grad + g * part_stride(memory_grad_floats(job));
         float alpha = scale_of(&job->alpha, b, key_head * groups + g, 0);
         for (long i = 0; i < vector; i++) row[i] = -alpha * own[i];
         for (long c = 0; c < C; c++)

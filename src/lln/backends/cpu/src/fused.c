@@ -1,8 +1,8 @@
 /* LLN attention, block-diagonal attention and their mean on a CPU, forward and backward: the entry points.
 
-   `binding.py` fills in a Job (job.h). Nothing here knows torch. Heads go to threads; where heads are too few for that,
-   tokens are cut into chunks as well, and what the chunks measure, remember and hand back is merged in their order, so
-   that the same job with the same number of threads gives the same bits. */
+   `binding.py` fills in a Job (job.h). Nothing here depends on torch. Heads go to threads; where heads are too few for
+   that, tokens are cut into chunks as well, and the results of the chunks are merged in their order, so that the same
+   job with the same number of threads gives the same bits. */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -62,17 +62,17 @@ static int64_t execute(Job copy, int is_backward) {
     Plan plan = {.job = job};
     long heads = job->batch * job->heads, scales = job->is_causal ? job->queries : 1;
     long centers = job->sample_centers && !job->center_query.data ? job->width : 0;
-    /* behind the counts: alpha, beta and centres that the caller does not want */
+    /* behind the counts: alpha, beta and centres that are not returned */
     int64_t *counts =
         malloc(2 * at_least(job->batch, 1) * sizeof(int64_t) + 2 * heads * (scales + centers) * sizeof(float));
     if (!counts) return 1;
-    float *unwanted = (float *)(counts + 2 * job->batch);
-    Scale own = {unwanted, job->heads * scales, scales, job->is_causal ? 1 : 0};
+    float *not_returned = (float *)(counts + 2 * job->batch);
+    Scale own = {not_returned, job->heads * scales, scales, job->is_causal ? 1 : 0};
     if (job->match_alpha && !job->alpha.data) copy.alpha = own;
     own.data += heads * scales;
     if (job->match_beta && !job->beta.data) copy.beta = own;
     if (centers) {
-        float *at = unwanted + 2 * heads * scales;
+        float *at = not_returned + 2 * heads * scales;
         copy.center_query = (Tensor){at, job->heads * centers, centers, 0};
         copy.center_key = (Tensor){at + heads * centers, job->key_heads * centers, centers, 0};
     }
@@ -86,9 +86,10 @@ static int64_t execute(Job copy, int is_backward) {
     int cut = plan.chunks > 1, shared = !in_sequence && job->heads != job->key_heads;
     long floats = 0;
     if (job->with_lln && in_sequence && cut) floats = is_backward ? causal_parts_backward(&plan) : causal_parts(&plan);
-    else if (job->with_lln && !in_sequence && is_backward) floats = heads * plan.chunks * apart(handed_floats(job));
+    else if (job->with_lln && !in_sequence && is_backward)
+        floats = heads * plan.chunks * part_stride(memory_grad_floats(job));
     else if (job->with_lln && (shared || cut))
-        floats = heads * plan.chunks * (2 * apart(moments_floats(job->width)) + apart(memory_floats(job)));
+        floats = heads * plan.chunks * (2 * part_stride(moments_floats(job->width)) + part_stride(memory_floats(job)));
     if (floats) plan.parts = malloc(floats * sizeof(float));
     if (floats && !plan.parts) plan.failed = 1;
     Work forward = !cut && !shared ? whole_heads : in_sequence ? causal_chunked_heads : chunked_heads;
@@ -212,7 +213,7 @@ EXPORT int64_t lln_step_like(const Advance *like, void *query, void *key, void *
     return lln_advance(&step);
 }
 
-/* What `binding.py` knows of this code as well; it compares the two when it loads the library. */
+/* What `layout.py` states, too; the two are compared when the library is loaded. */
 typedef struct {
     const char *name;
     int64_t value;
@@ -290,6 +291,8 @@ EXPORT const Fact lln_facts[] = {
     PLACE(Job, sample_centers),
     PLACE(Job, center_query),
     PLACE(Job, center_key),
+    PLACE(Job, near_lse),
+    PLACE(Job, grad_lse),
     PLACE(State, mass),
     PLACE(State, values),
     PLACE(State, count),

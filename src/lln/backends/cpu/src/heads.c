@@ -33,10 +33,10 @@ static void match_head(const Job *job, long b, long h, Moments q, Moments k, flo
     for (long i = 0; i < padded(job->width); i++) maximum[i] = k.maximum[i] + k.nan_marker[i];
 }
 
-static void recall_chunk(const Plan *plan, Item at, Memory memory, Scratch scratch) {
+static void attend_chunk(const Plan *plan, Item at, Memory memory, Scratch scratch) {
     long tokens = plan->job->queries, c = at.chunk, n = plan->chunks, step = step_of(plan->job);
-    recall(plan, at.batch, at.head, chunk_start(tokens, c, n, step), chunk_start(tokens, c + 1, n, step), memory,
-           scratch);
+    attend_memory(plan, at.batch, at.head, chunk_start(tokens, c, n, step), chunk_start(tokens, c + 1, n, step), memory,
+                  scratch);
 }
 
 /* Whether moments are wanted: for alpha, beta or centres. */
@@ -67,11 +67,11 @@ void whole_heads(Plan *plan, long thread, long threads, Scratch *scratch) {
                 if (measured || !has_form(job)) measure_keys(plan, at, measured, k, local);
                 if (measured || !has_form(job)) match_head(job, at.batch, at.head, q, k, memory.maximum);
             }
-            remember(plan, at.batch, at.head, 0, plan->key_count[at.batch], memory, local);
+            sum_keys(plan, at.batch, at.head, 0, plan->key_count[at.batch], memory, local);
             finish_memory(plan, at.batch, at.head, memory, local);
             keep_memory(job, at.batch, at.head, memory);
         }
-        recall_chunk(plan, at, memory, rest);
+        attend_chunk(plan, at, memory, rest);
     }
 }
 
@@ -97,13 +97,13 @@ static void join_largest(const Job *job, long chunks, float *parts, long each) {
 void chunked_heads(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
     long B = job->batch, H = job->heads, Hk = job->key_heads, C = plan->chunks;
-    long floats = moments_floats(job->width), each = apart(floats), memories = apart(memory_floats(job));
+    long floats = moments_floats(job->width), each = part_stride(floats), memories = part_stride(memory_floats(job));
     int measured = is_measured(job), by_feature = !is_weighted(job) && (measured || !has_form(job));
     float *parts = NULL; /* memories of the chunks; in the end the first of a head is that of all its keys */
     if (job->with_lln) {
-        float *of_queries = plan->parts, *of_keys = behind(of_queries, B * H * C, floats);
-        parts = behind(of_keys, B * Hk * C, floats);
-        behind(parts, B * H * C, memory_floats(job));
+        float *of_queries = plan->parts, *of_keys = after_parts(of_queries, B * H * C, floats);
+        parts = after_parts(of_keys, B * Hk * C, floats);
+        after_parts(parts, B * H * C, memory_floats(job));
         if (scratch && measured)
             EACH(i, thread, threads, B * H * C)
                 measure_queries(plan, item_at(i, H, C), moments_at(of_queries + i * each, job->width), *scratch);
@@ -142,7 +142,7 @@ void chunked_heads(Plan *plan, long thread, long threads, Scratch *scratch) {
             EACH(i, thread, threads, B * H * C) {
                 Item at = item_at(i, H, C);
                 long count = plan->key_count[at.batch];
-                remember(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE),
+                sum_keys(plan, at.batch, at.head, chunk_start(count, at.chunk, C, TILE),
                          chunk_start(count, at.chunk + 1, C, TILE), memory_at(parts + i * memories, job), *scratch);
             }
         wait_for_all(threads);
@@ -163,23 +163,23 @@ void chunked_heads(Plan *plan, long thread, long threads, Scratch *scratch) {
         EACH(i, thread, threads, B * H * C) {
             Memory memory = {0};
             if (job->with_lln) memory = memory_at(parts + i / C * C * memories, job);
-            recall_chunk(plan, item_at(i, H, C), memory, *scratch);
+            attend_chunk(plan, item_at(i, H, C), memory, *scratch);
         }
 }
 
-void causal_remember_chunk(Plan *plan, long index, Scratch scratch) {
+void causal_sum_chunk(Plan *plan, long index, Scratch scratch) {
     const Job *job = plan->job;
     Item at = item_at(index, job->heads, plan->chunks);
-    float *before = plan->parts + index * apart(memory_floats(job));
-    if (at.chunk == 0) forget(job, memory_at(before, job));
+    float *before = plan->parts + index * part_stride(memory_floats(job));
+    if (at.chunk == 0) clear_memory(job, memory_at(before, job));
     if (at.chunk + 1 < plan->chunks)
-        causal_remember(plan, at.batch, at.head, chunk_of(plan, at.chunk), chunk_of(plan, at.chunk + 1),
-                        memory_at(before + apart(memory_floats(job)), job), scratch);
+        causal_sum_keys(plan, at.batch, at.head, chunk_of(plan, at.chunk), chunk_of(plan, at.chunk + 1),
+                        memory_at(before + part_stride(memory_floats(job)), job), scratch);
 }
 
 void causal_join_chunks(Plan *plan, long head) {
     const Job *job = plan->job;
-    long each = apart(memory_floats(job));
+    long each = part_stride(memory_floats(job));
     float *before = plan->parts + head * plan->chunks * each;
     for (long c = 2; c < plan->chunks; c++, before += each)
         causal_precede(job, memory_at(before + each, job), memory_at(before + 2 * each, job));
@@ -187,9 +187,9 @@ void causal_join_chunks(Plan *plan, long head) {
 
 void causal_chunked_heads(Plan *plan, long thread, long threads, Scratch *scratch) {
     const Job *job = plan->job;
-    long H = job->heads, C = plan->chunks, total = job->batch * H, memories = apart(memory_floats(job));
+    long H = job->heads, C = plan->chunks, total = job->batch * H, memories = part_stride(memory_floats(job));
     float *before = plan->parts;
-    PrefixSums *sums = (PrefixSums *)behind(before, total * C, memory_floats(job));
+    PrefixSums *sums = (PrefixSums *)after_parts(before, total * C, memory_floats(job));
     int matched = job->match_alpha || job->match_beta;
     if (scratch && matched)
         EACH(i, thread, threads, total * C) {
@@ -207,7 +207,7 @@ void causal_chunked_heads(Plan *plan, long thread, long threads, Scratch *scratc
             if (matched)
                 match_prefixes(plan, at.batch, at.head, chunk_of(plan, at.chunk), chunk_of(plan, at.chunk + 1), 1,
                                &past, *scratch);
-            causal_remember_chunk(plan, i, *scratch);
+            causal_sum_chunk(plan, i, *scratch);
         }
     wait_for_all(threads);
     if (scratch)
@@ -223,5 +223,5 @@ void causal_chunked_heads(Plan *plan, long thread, long threads, Scratch *scratc
 
 long causal_parts(const Plan *plan) {
     long pieces = plan->job->batch * plan->job->heads * plan->chunks;
-    return pieces * (apart(memory_floats(plan->job)) + (long)(sizeof(PrefixSums) / sizeof(float)));
+    return pieces * (part_stride(memory_floats(plan->job)) + (long)(sizeof(PrefixSums) / sizeof(float)));
 }

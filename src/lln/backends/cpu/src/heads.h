@@ -15,13 +15,13 @@ INLINE Item item_at(long index, long heads, long chunks) {
 /* A head at a time: nothing is shared. */
 void whole_heads(Plan *plan, long thread, long threads, Scratch *scratch);
 
-/* Where heads share keys or are cut into chunks: step by step, all together. */
+/* Where heads share keys or are cut into chunks: in steps, with a barrier after each. */
 void chunked_heads(Plan *plan, long thread, long threads, Scratch *scratch);
 
 INLINE long chunk_of(const Plan *plan, long chunk) { return chunk_start(plan->job->keys, chunk, plan->chunks, TILE); }
 
-/* Every chunk of a head but the last leaves its memory to the next, ... */
-void causal_remember_chunk(Plan *plan, long index, Scratch scratch);
+/* The memory of every chunk of a head but the last, ... */
+void causal_sum_chunk(Plan *plan, long index, Scratch scratch);
 
 /* ... and then the memories are joined, so that each chunk has that of all before it. */
 void causal_join_chunks(Plan *plan, long head);
@@ -30,16 +30,16 @@ void causal_join_chunks(Plan *plan, long head);
    before. */
 void causal_chunked_heads(Plan *plan, long thread, long threads, Scratch *scratch);
 
-/* Gradients of whole key heads and the query heads that share them: first of the queries, who hand dL and dS to the
+/* Gradients of whole key heads and the query heads that share them: first of the queries, with dL and dS, then of the
    keys; blocks last, added to what is there. */
 void whole_heads_backward(Plan *plan, long thread, long threads, Scratch *scratch);
 
-/* The same step by step, all together, where heads are cut into chunks. */
+/* The same in steps, with a barrier after each, where heads are cut into chunks. */
 void chunked_heads_backward(Plan *plan, long thread, long threads, Scratch *scratch);
 
 void causal_chunked_heads_backward(Plan *plan, long thread, long threads, Scratch *scratch);
 
-/* Floats that the chunks hand over. */
+/* Floats of the results of all chunks. */
 long causal_parts(const Plan *plan);
 
 long causal_parts_backward(const Plan *plan);

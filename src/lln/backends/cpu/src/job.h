@@ -52,7 +52,10 @@ typedef struct {
     int64_t form;
     int64_t sample_centers; /* centres are means of the sample: written forward, differentiated backward; not causal */
     Tensor center_query, center_key; /* (B, H, D) and (B, key heads, D) floats of the decomposed form; NULL with
-                                        `sample_centers`: nobody wants them */
+                                        `sample_centers`: they are not returned */
+    float *near_lse; /* (B, H, tokens) contiguous: the log-sum-exp of the scores of softmax attention, 0 in padding;
+                        NULL: not wanted. Without LLN attention, or in an Advance with separate outputs */
+    float *grad_lse; /* its gradient, or NULL; backward only */
 } Job;
 
 /* What a state keeps of its tokens (`lln.LLNState`); all tensors are contiguous. */
@@ -79,7 +82,7 @@ typedef struct {
     int32_t *query_order, *key_order; /* (B, tokens): kept tokens first, then the others; NULL: as they come */
     int64_t *query_count, *key_count; /* (B): how many are kept */
     int64_t chunks;                   /* pieces that the tokens of each head are cut into */
-    float *parts;                     /* what the pieces hand over */
+    float *parts;                     /* the results of the pieces */
     int64_t failed;                   /* out of memory */
     int64_t taken;                    /* pieces of work that some thread has begun */
     long floats;                      /* of scratch memory for each thread; 0: scratch_floats() */

@@ -63,7 +63,7 @@ void measure(const Job *job, const char *head, long stride, const int32_t *order
     float *tile = take(&scratch, (TILE + 1) * row), *spare = take(&scratch, TILE * row);
     int varies = end - first > 1;
     memset(m.count, 0, (16 + 3 * vector) * sizeof(float));
-    for (long i = 0; i < vector; i++) m.maximum[i] = ABSENT;
+    for (long i = 0; i < vector; i++) m.maximum[i] = MASKED;
     for (long start = first; start < end; start += TILE) {
         long count = at_most(TILE, end - start);
         float before = *m.count;

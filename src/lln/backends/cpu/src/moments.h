@@ -36,7 +36,7 @@ double matched_spread(const Job *job, double variance, double keys);
 float divided(double share, double sigma);
 
 /* Moments of centred tokens: of those around the centres of the decomposed form, which are means of the sample or
-   given. Where they are means, `keep` hands them over. */
+   given. Means are written to `center` with `keep`. */
 void center_moments(const Job *job, Tensor center, long b, long head, int keep, Moments m);
 
 /* alpha and beta of a head (eq. 10) from the moments of its queries and keys; uses up their covariances. */

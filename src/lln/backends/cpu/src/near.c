@@ -17,16 +17,17 @@ Near near_begin(const Job *job, Scratch *scratch) {
     near.keys_T = take(scratch, job->width * row);
     near.spare = take(scratch, near_size(job) * row_of(job->value_width));
     near.weights = take(scratch, TILE * row);
-    near.odd = (uint8_t *)take(scratch, near_size(job) / (long)sizeof(float) + 1);
+    near.nonfinite = (uint8_t *)take(scratch, near_size(job) / (long)sizeof(float) + 1);
     return near;
 }
 
-void near_softmax(long rows, long keys, long seen, long step, float scale, float weight, float *scores, long row) {
+void near_softmax(long rows, long keys, long seen, long step, float scale, float weight, float *scores, long row,
+                  float *lse) {
     long vector = padded(keys);
     for (long r = 0; r < rows; r++, scores += row) {
         long limit = step ? seen + r : seen, stop = padded(limit);
-        for (long j = limit; j < vector; j++) scores[j] = ABSENT;
-        vf maximum = broadcast(ABSENT), sum = broadcast(0.f);
+        for (long j = limit; j < vector; j++) scores[j] = MASKED;
+        vf maximum = broadcast(MASKED), sum = broadcast(0.f);
         for (long j = 0; j < stop; j += LANES) maximum = larger(maximum, load(scores + j));
         float top = largest_of(maximum);
         for (long j = 0; j < stop; j += LANES) {
@@ -34,7 +35,8 @@ void near_softmax(long rows, long keys, long seen, long step, float scale, float
             store(scores + j, e);
             sum += e;
         }
-        float share = weight / total_of(sum);
+        float total = total_of(sum), share = weight / total;
+        if (lse) lse[r] = top * scale + logf(total);
         for (long j = 0; j < stop; j += LANES) store(scores + j, load(scores + j) * share);
         for (long j = stop; j < vector; j += LANES) store(scores + j, broadcast(0.f));
     }
@@ -48,13 +50,14 @@ INLINE vi lanes_between(int v, long first, long end) {
 }
 
 /* Columns of softmax(scores / sqrt(D)) times `weight`, in place. There is a row for each key and a column for each
-   query; row j counts for the columns first + j ... end + j and is 0 elsewhere, whatever the scores are there. */
+   query; row j counts for the columns first + j ... end + j and is 0 elsewhere, whatever the scores are there. `lse`
+   (or NULL) gets the log-sum-exp of each column. */
 INLINE void softmax_columns(const int vectors, long keys, long first, long end, float scale, float weight,
-                            float *scores) {
+                            float *scores, float *lse) {
     vf top[2], sum[2], share[2];
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
-        top[v] = broadcast(ABSENT);
+        top[v] = broadcast(MASKED);
         sum[v] = broadcast(0.f);
     }
     for (long j = 0; j < keys; j++)
@@ -62,7 +65,7 @@ INLINE void softmax_columns(const int vectors, long keys, long first, long end, 
         for (int v = 0; v < vectors; v++) {
             vi seen = lanes_between(v, first + j, end + j);
             vf x = load(scores + j * STRIP_ROW + v * LANES);
-            top[v] = larger(top[v], (vf)(((vi)x & seen) | ((vi)broadcast(ABSENT) & ~seen)));
+            top[v] = larger(top[v], (vf)(((vi)x & seen) | ((vi)broadcast(MASKED) & ~seen)));
         }
     for (long j = 0; j < keys; j++)
 #pragma GCC unroll 2
@@ -74,6 +77,8 @@ INLINE void softmax_columns(const int vectors, long keys, long first, long end, 
         }
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) share[v] = weight / sum[v];
+    for (int i = 0; lse && i < vectors * LANES; i++)
+        lse[i] = top[i / LANES][i % LANES] * scale + logf(sum[i / LANES][i % LANES]);
     for (long j = 0; j < keys; j++)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
@@ -83,19 +88,19 @@ INLINE void softmax_columns(const int vectors, long keys, long first, long end, 
 }
 
 void window_weights(const Job *job, Window window, long first, long rows, Rows keys, Rows queries, float weight,
-                    float *queries_T, float *weights) {
+                    float *queries_T, float *weights, float *lse) {
     long from = window.first - first, count = window.end - window.first;
     long begin = from - window_after(job), end = from + window_before(job) + 1;
     float scale = 1.f / sqrtf(job->width);
     transpose(rows, job->width, padded(rows), queries.data, queries.row, queries_T, STRIP_ROW);
     multiply(count, padded(rows), job->width, keys.data, keys.row, queries_T, STRIP_ROW, weights, STRIP_ROW, 0);
-    if (rows > LANES) softmax_columns(2, count, begin, end, scale, weight, weights);
-    else softmax_columns(1, count, begin, end, scale, weight, weights);
+    if (rows > LANES) softmax_columns(2, count, begin, end, scale, weight, weights, lse);
+    else softmax_columns(1, count, begin, end, scale, weight, weights, lse);
 }
 
 /* `near_attend` with a window around each token, for at most a tile of queries. */
 static void window_attend(const Plan *plan, long b, long h, long first, long end, Rows queries, float weight,
-                          Rows output, Near *near) {
+                          Rows output, float *lse, Near *near) {
     const Job *job = plan->job;
     long type = job->type, V = job->value_width, group = h / (job->heads / job->key_heads);
     const int32_t *order = plan->key_order ? plan->key_order + b * job->keys : NULL;
@@ -111,18 +116,20 @@ static void window_attend(const Plan *plan, long b, long h, long first, long end
         long rows = at_most(step, end - from);
         Window window = window_of(plan, b, from, from + rows);
         Rows values = rows_from(v, window.first - all.first), out = rows_from(output, from - first);
+        float sums[STRIP];
         window_weights(job, window, from, rows, rows_from(k, window.first - all.first),
-                       rows_from(queries, from - first), weight, near->queries_T, near->weights);
+                       rows_from(queries, from - first), weight, near->queries_T, near->weights, lse ? sums : NULL);
+        for (long r = 0; lse && r < rows; r++) lse[from - first + r] = sums[r];
         multiply_transposed(rows, padded(V), window.end - window.first, near->weights, STRIP_ROW, values.data,
                             values.row, out.data, out.row, 0);
     }
 }
 
 void near_attend(const Plan *plan, long b, long h, long first, long end, Rows queries, float weight, Rows output,
-                 Near *near, Scratch scratch) {
+                 float *lse, Near *near, Scratch scratch) {
     const Job *job = plan->job;
     if (job->is_window) {
-        if (first < end) window_attend(plan, b, h, first, end, queries, weight, output, near);
+        if (first < end) window_attend(plan, b, h, first, end, queries, weight, output, lse, near);
         return;
     }
     long group = h / (job->heads / job->key_heads), size = near_size(job), row = row_of(size);
@@ -137,21 +144,22 @@ void near_attend(const Plan *plan, long b, long h, long first, long end, Rows qu
             transpose(keys, job->width, padded(keys), k.data, k.row, near->keys_T, row);
             near->values = view(job->type, head_of(&job->value, job->type, b, group), job->value.token, order, start,
                                 keys, job->value_width, near->spare);
-            near->any_odd = 0;
+            near->any_nonfinite = 0;
             for (long j = 0; job->is_causal && j < keys; j++)
-                near->any_odd |= near->odd[j] =
+                near->any_nonfinite |= near->nonfinite[j] =
                     not_finite(near->values.data + j * near->values.row, padded(job->value_width));
             near->stop = stop;
         }
-        if (near->any_odd) /* a later value weighs 0, yet 0 times NaN is NaN: go no further than the next one */
+        if (near->any_nonfinite) /* a later value weighs 0, yet 0 times NaN is NaN: go no further than the next one */
             for (long r = 1; r < rows; r++)
-                if (near->odd[first - start + r]) rows = r;
+                if (near->nonfinite[first - start + r]) rows = r;
         multiply(rows, padded(keys), job->width, queries.data, queries.row, near->keys_T, row, near->weights, row, 0);
         long seen = job->is_causal ? first - start + 1 : keys, depth = job->is_causal ? seen + rows - 1 : keys;
-        near_softmax(rows, keys, seen, job->is_causal, 1.f / sqrtf(job->width), weight, near->weights, row);
+        near_softmax(rows, keys, seen, job->is_causal, 1.f / sqrtf(job->width), weight, near->weights, row, lse);
         multiply(rows, padded(job->value_width), depth, near->weights, row, near->values.data, near->values.row,
                  output.data, output.row, 0);
         first += rows;
+        if (lse) lse += rows;
         queries.data += rows * queries.row;
         output.data += rows * output.row;
     }

@@ -7,13 +7,13 @@
 #include "scratch.h"
 #include "tile.h"
 
-/* The block that is at hand: its keys transposed and its values, and the weights of a tile of queries. */
+/* The current block: its keys transposed and its values, and the weights of a tile of queries. */
 typedef struct {
     long stop; /* the place after its last token; 0: none yet */
     float *keys_T, *weights, *spare;
     Rows values;
-    uint8_t *odd; /* causal: which values are not finite */
-    int any_odd;
+    uint8_t *nonfinite; /* causal: which values are not finite */
+    int any_nonfinite;
     float *keys, *queries_T; /* windows */
 } Near;
 
@@ -28,8 +28,10 @@ INLINE long near_step(const Job *job) { return job->is_window ? TILE : job->bloc
 
 Near near_begin(const Job *job, Scratch *scratch);
 
-/* Rows of softmax(scores / sqrt(D)) times `weight`, in place; row r sees `seen`, or with `step` 1 `seen + r` keys. */
-void near_softmax(long rows, long keys, long seen, long step, float scale, float weight, float *scores, long row);
+/* Rows of softmax(scores / sqrt(D)) times `weight`, in place; row r sees `seen`, or with `step` 1 `seen + r` keys.
+   `lse` (or NULL) gets the log-sum-exp of each row. */
+void near_softmax(long rows, long keys, long seen, long step, float scale, float weight, float *scores, long row,
+                  float *lse);
 
 /* How many tokens before and after itself a token sees. */
 INLINE long window_before(const Job *job) { return job->is_causal ? job->block_size - 1 : (job->block_size - 1) / 2; }
@@ -45,9 +47,10 @@ INLINE Window window_of(const Plan *plan, long b, long first, long end) {
                     at_most(end + window_after(plan->job), plan->key_count[b])};
 }
 
-/* Weights of all pairs of the keys of a window and the queries at places first ..., a row for each key. */
+/* Weights of all pairs of the keys of a window and the queries at places first ..., a row for each key. `lse` (or NULL)
+   gets the log-sum-exp of each query, and has space for a strip. */
 void window_weights(const Job *job, Window window, long first, long rows, Rows keys, Rows queries, float weight,
-                    float *queries_T, float *weights);
+                    float *queries_T, float *weights, float *lse);
 
 INLINE int any_not_finite(long count, Rows rows, long vector) {
     int any = 0;
@@ -55,9 +58,15 @@ INLINE int any_not_finite(long count, Rows rows, long vector) {
     return any;
 }
 
-/* output = weight times the attention of the queries at places first ... end. */
+/* output = weight times the attention of the queries at places first ... end; `lse` (or NULL) gets the log-sum-exp of
+   their scores. */
 void near_attend(const Plan *plan, long b, long h, long first, long end, Rows queries, float weight, Rows output,
-                 Near *near, Scratch scratch);
+                 float *lse, Near *near, Scratch scratch);
+
+/* What `near_lse` or `grad_lse` has of a head. */
+INLINE float *lse_of(const Job *job, float *lse, long b, long h) {
+    return lse ? lse + (b * job->heads + h) * job->queries : NULL;
+}
 
 /* Gradients of the blocks at places first ... end of a key head, for all of its query heads; `add`: added to what is
    there. */

@@ -51,9 +51,17 @@ static void sums_add(Sums *sums, Window window, long first, long end, const floa
              rows.row, sums->rows.data + (from - sums->base) * sums->rows.row, sums->rows.row, 1);
 }
 
-/* Gradients of weighted means of columns, in place of those of their weights: p (d - mean of d) times `scale`. */
-INLINE void softmax_columns_backward(const int vectors, long keys, float scale, float weight, const float *p,
-                                     float *d) {
+/* Gradients of log-sum-exp of some queries, zeros where there are none. */
+static void read_lse_gradients(const Job *job, long b, long h, const int32_t *order, long first, long count,
+                               float *to) {
+    const float *from = lse_of(job, job->grad_lse, b, h);
+    for (long r = 0; r < count; r++) to[r] = from ? from[token_at(order, first + r)] : 0.f;
+}
+
+/* Gradients of weighted means of columns and of log-sum-exp, in place of those of their weights: p (d - mean of d +
+   that of the log-sum-exp) times `scale`. */
+INLINE void softmax_columns_backward(const int vectors, long keys, float scale, float weight, const float *of_lse,
+                                     const float *p, float *d) {
     vf mean[2];
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) mean[v] = broadcast(0.f);
@@ -62,7 +70,7 @@ INLINE void softmax_columns_backward(const int vectors, long keys, float scale, 
         for (int v = 0; v < vectors; v++)
             mean[v] += load(p + j * STRIP_ROW + v * LANES) * load(d + j * STRIP_ROW + v * LANES);
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; v++) mean[v] /= weight;
+    for (int v = 0; v < vectors; v++) mean[v] = mean[v] / weight - load(of_lse + v * LANES);
     for (long j = 0; j < keys; j++)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
@@ -86,6 +94,7 @@ static void window_backward(const Plan *plan, long b, long key_head, long first,
     float *queries_T = take(&scratch, D * STRIP_ROW), *grads_T = take(&scratch, V * STRIP_ROW);
     float *weights = take(&scratch, size * STRIP_ROW), *grad_weights = take(&scratch, size * STRIP_ROW);
     float *grad_queries = take(&scratch, STRIP * q_row), *spare = take(&scratch, TILE * at_least(q_row, v_row));
+    float of_lse[TILE + STRIP] = {0};
     if (first >= end) return;
     Sums to_keys = sums_begin(job, &job->grad_key, b, key_head, order, first, end, D, add, &scratch);
     Sums to_values = sums_begin(job, &job->grad_value, b, key_head, order, first, end, V, add, &scratch);
@@ -97,7 +106,7 @@ static void window_backward(const Plan *plan, long b, long key_head, long first,
         Rows k = view(type, head_of(&job->key, type, b, key_head), job->key.token, order, all.first, count, D, keys);
         Rows v =
             view(type, head_of(&job->value, type, b, key_head), job->value.token, order, all.first, count, V, values);
-        int odd = any_not_finite(count, k, padded(D)) | any_not_finite(count, v, padded(V));
+        int nonfinite = any_not_finite(count, k, padded(D)) | any_not_finite(count, v, padded(V));
         sums_move(job, &to_keys, b, key_head, order, first, end, all.first, all.end, add, spare);
         sums_move(job, &to_values, b, key_head, order, first, end, all.first, all.end, add, spare);
         for (long h = key_head * groups; h < (key_head + 1) * groups; h++) {
@@ -105,10 +114,12 @@ static void window_backward(const Plan *plan, long b, long key_head, long first,
                 view(type, head_of(&job->query, type, b, h), job->query.token, order, tile, stop - tile, D, queries);
             Rows g = view(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, order, tile,
                           stop - tile, V, grads);
+            read_lse_gradients(job, b, h, order, tile, stop - tile, of_lse);
             char *to = head_of(&job->grad_query, type, b, h);
             int direct = is_direct(type, order, D);
             /* a single query where something is not finite: as in `window_attend` */
-            long step = odd || any_not_finite(stop - tile, q, padded(D)) || any_not_finite(stop - tile, g, padded(V))
+            long step = nonfinite || any_not_finite(stop - tile, q, padded(D)) ||
+                                any_not_finite(stop - tile, g, padded(V))
                             ? 1
                             : STRIP;
             for (long from = tile; from < stop; from += step) {
@@ -117,11 +128,12 @@ static void window_backward(const Plan *plan, long b, long key_head, long first,
                 long seen = window.end - window.first;
                 Rows key = rows_from(k, window.first - all.first), value = rows_from(v, window.first - all.first);
                 Rows query = rows_from(q, from - tile), grad = rows_from(g, from - tile);
-                window_weights(job, window, from, rows, key, query, weight, queries_T, weights);
+                window_weights(job, window, from, rows, key, query, weight, queries_T, weights, NULL);
                 transpose(rows, V, padded(rows), grad.data, grad.row, grads_T, STRIP_ROW);
                 multiply(seen, padded(rows), V, value.data, value.row, grads_T, STRIP_ROW, grad_weights, STRIP_ROW, 0);
-                if (rows > LANES) softmax_columns_backward(2, seen, scale, weight, weights, grad_weights);
-                else softmax_columns_backward(1, seen, scale, weight, weights, grad_weights);
+                const float *own_lse = of_lse + (from - tile);
+                if (rows > LANES) softmax_columns_backward(2, seen, scale, weight, own_lse, weights, grad_weights);
+                else softmax_columns_backward(1, seen, scale, weight, own_lse, weights, grad_weights);
                 sums_add(&to_values, window, first, end, weights, rows, grad);
                 sums_add(&to_keys, window, first, end, grad_weights, rows, query);
                 long own = at_least(from, first), others = at_most(from + rows, end);
@@ -157,7 +169,7 @@ void near_backward(const Plan *plan, long b, long key_head, long first, long end
     float *grad_keys = take(&scratch, size * q_row), *grad_values = take(&scratch, size * v_row);
     float *queries = take(&scratch, TILE * q_row), *grads = take(&scratch, TILE * v_row);
     float *grad_queries = take(&scratch, TILE * q_row), *spare = take(&scratch, TILE * maximum);
-    float *weights = take(&scratch, TILE * row), *grad_weights = take(&scratch, TILE * row);
+    float *weights = take(&scratch, TILE * row), *grad_weights = take(&scratch, TILE * row), of_lse[TILE];
     for (long start = first; start < end; start += job->block_size) {
         long count = at_most(job->block_size, end - start);
         Rows k = view(type, head_of(&job->key, type, b, key_head), job->key.token, order, start, count, D, keys);
@@ -173,14 +185,15 @@ void near_backward(const Plan *plan, long b, long key_head, long first, long end
                 Rows g = view(type, head_of(&job->grad_output, type, b, h), job->grad_output.token, order, from, rows,
                               V, grads);
                 multiply(rows, padded(count), D, q.data, q.row, keys_T, row, weights, row, 0);
-                near_softmax(rows, count, seen, job->is_causal, scale, weight, weights, row);
+                near_softmax(rows, count, seen, job->is_causal, scale, weight, weights, row, NULL);
+                read_lse_gradients(job, b, h, order, from, rows, of_lse);
                 multiply(rows, padded(count), V, g.data, g.row, values_T, row, grad_weights, row, 0);
                 multiply_transposed(count, padded(V), rows, weights, row, g.data, g.row, grad_values, v_row, 1);
                 for (long r = 0; r < rows; r++) {
                     float *p = weights + r * row, *d = grad_weights + r * row;
                     vf sum = broadcast(0.f);
                     for (long j = 0; j < padded(count); j += LANES) sum += load(p + j) * load(d + j);
-                    float mean = total_of(sum) / weight;
+                    float mean = total_of(sum) / weight - of_lse[r];
                     for (long j = 0; j < padded(count); j += LANES)
                         store(d + j, load(p + j) * (load(d + j) - mean) * scale);
                 }

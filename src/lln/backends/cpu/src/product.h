@@ -4,7 +4,7 @@
 
 #include "vector.h"
 
-/* Rows of memory that will be wanted soon: products fetch them into the cache on the way, a few with each block. */
+/* Rows of memory that will be read soon: products fetch them into the cache on the way, a few with each block. */
 typedef struct {
     const char *at;
     long stride, bytes, rows;

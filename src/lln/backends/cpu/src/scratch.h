@@ -33,14 +33,15 @@ INLINE float *take(Scratch *scratch, long floats) {
 }
 
 /* Floats from one of several equal parts of an allocation to the next. */
-INLINE long apart(long floats) { return floats + GUARD; }
+INLINE long part_stride(long floats) { return floats + GUARD; }
 
 /* What follows `count` parts in memory; guarded, no access to the guard zones between them. */
-INLINE float *behind(float *parts, long count, long floats) {
+INLINE float *after_parts(float *parts, long count, long floats) {
 #ifdef GUARDED
-    for (long i = 0; i < count; i++) forbid(parts + i * apart(floats) + floats, parts + (i + 1) * apart(floats));
+    for (long i = 0; i < count; i++)
+        forbid(parts + i * part_stride(floats) + floats, parts + (i + 1) * part_stride(floats));
 #endif
-    return parts + count * apart(floats);
+    return parts + count * part_stride(floats);
 }
 
 INLINE float *take_zeros(Scratch *scratch, long floats) {

@@ -46,11 +46,11 @@ INLINE void step_columns(const int vectors, long D, long V, const float *before,
     for (int c = 0; c < vectors; c++) *(v8 *)(out + 8 * c) = sum[c];
 }
 
-/* exp(x - the largest) for `vector` floats, a multiple of LANES, in place; returns the sum. */
-INLINE float weigh_row(float *row, long vector) {
-    vf maximum = broadcast(2.f * ABSENT), sum = broadcast(0.f);
+/* exp(x - the largest) for `vector` floats, a multiple of LANES, in place; returns the sum and the largest. */
+INLINE float weigh_row(float *row, long vector, float *largest) {
+    vf maximum = broadcast(2.f * MASKED), sum = broadcast(0.f);
     for (long i = 0; i < vector; i += LANES) maximum = larger(maximum, load(row + i));
-    float top = largest_of(maximum);
+    float top = *largest = largest_of(maximum);
     for (long i = 0; i < vector; i += LANES) {
         vf e = exponential(load(row + i) - top);
         store(row + i, e);
@@ -98,21 +98,22 @@ INLINE const float *recent_row(const void *head, long type, long place, long wid
 /* Softmax attention of a token to its block or window: its own key and value, whose place is `here`, and those at the
    places before it, or at all others if a window is filled. */
 static void step_near(const Advance *a, long b, long group, const float *query, const float *key, const float *value,
-                      float *out) {
+                      float *out, float *lse) {
     const Job *job = &a->job;
     long D = a->near_width, V = job->value_width, C = job->block_size, head = b * job->key_heads + group;
     long here = a->before.count[b] % C, seen = job->is_window && a->before.count[b] >= C ? C : here + 1;
     const char *keys = (const char *)a->before.recent_key + head * C * D * bytes_of(job->type);
     const char *values = (const char *)a->before.recent_value + head * C * V * bytes_of(job->type);
-    float weights[MAX_BLOCK], spare[MAX_WIDTH], scale = 1.f / sqrtf(D);
+    float weights[MAX_BLOCK], spare[MAX_WIDTH], scale = 1.f / sqrtf(D), top;
     for (long j = 0; j < seen; j++) {
         const float *k = j == here ? key : recent_row(keys, job->type, j, D, spare);
         v8 sum = {0};
         for (long i = 0; i < D; i += 8) sum += *(const v8 *)(query + i) * *(const v8 *)(k + i);
         weights[j] = (sum[0] + sum[4] + (sum[1] + sum[5]) + (sum[2] + sum[6] + (sum[3] + sum[7]))) * scale;
     }
-    for (long j = seen; j < padded(seen); j++) weights[j] = ABSENT;
-    float share = 1.f / weigh_row(weights, padded(seen));
+    for (long j = seen; j < padded(seen); j++) weights[j] = MASKED;
+    float total = weigh_row(weights, padded(seen), &top), share = 1.f / total;
+    *lse = top + logf(total);
     memset(out, 0, V * sizeof(float));
     for (long j = 0; j < seen; j++) {
         const float *v = j == here ? value : recent_row(values, job->type, j, V, spare);
@@ -141,14 +142,14 @@ static void step_head(const Advance *a, long b, long h) {
     long groups = job->heads / job->key_heads, group = h / groups;
     int kept = !job->keep_key || job->keep_key[b];
     float q[MAX_WIDTH], k[MAX_WIDTH], v[MAX_WIDTH], mass[MAX_WIDTH], share[MAX_WIDTH] = {0}, weight[MAX_WIDTH];
-    float far[MAX_WIDTH], near[MAX_WIDTH] = {0}, alpha, beta;
+    float far[MAX_WIDTH], near[MAX_WIDTH] = {0}, alpha, beta, top, lse = 0.f;
     read_tile(a->far_type, head_of(&job->query, a->far_type, b, h), 0, NULL, 0, 1, D, q, 0);
     read_tile(a->far_type, head_of(&job->key, a->far_type, b, group), 0, NULL, 0, 1, D, k, 0);
     read_tile(type, head_of(&job->value, type, b, group), 0, NULL, 0, 1, V, v, 0);
-    int odd = not_finite(q, vector);
+    int nonfinite = not_finite(q, vector);
     if (!kept) { /* whatever it holds leaves no trace */
         memset(v, 0, sizeof(v));
-        if (odd) memset(q, 0, sizeof(q));
+        if (nonfinite) memset(q, 0, sizeof(q));
     }
     float column = job->form == DECOMPOSED ? center_token(job, b, h, q, k) : 0.f;
     PrefixSums sums = read_sums(a, b, h);
@@ -161,16 +162,16 @@ static void step_head(const Advance *a, long b, long h) {
     if (job->match_alpha || job->match_beta) match_sums(job, &sums, &alpha, &beta);
     if (!job->match_alpha) alpha = scale_of(&job->alpha, b, h, 0);
     if (!job->match_beta) beta = scale_of(&job->beta, b, h, 0);
-    if (odd && kept) alpha = NAN; /* an entry of -inf would weigh nothing */
+    if (nonfinite && kept) alpha = NAN; /* an entry of -inf would weigh nothing */
 
     memcpy(mass, a->before.mass + head * D, D * sizeof(float));
-    for (long i = D; i < vector; i++) mass[i] = ABSENT;
+    for (long i = D; i < vector; i++) mass[i] = MASKED;
     if (job->key_weight.data) column += scale_of(&job->key_weight, b, h, 0);
     if (kept) step_mass(job, k, beta, column, mass, share);
     memcpy(a->after.mass + head * D, mass, D * sizeof(float));
     for (long i = 0; i < vector; i += LANES) store(weight + i, load(q + i) * alpha + load(mass + i));
-    for (long i = D; i < vector; i++) weight[i] = 2.f * ABSENT;
-    float inverse = 1.f / weigh_row(weight, vector);
+    for (long i = D; i < vector; i++) weight[i] = 2.f * MASKED;
+    float inverse = 1.f / weigh_row(weight, vector, &top);
     for (long i = 0; i < vector; i += LANES) store(weight + i, load(weight + i) * inverse);
     const float *before = a->before.values + head * D * V;
     float *after = a->after.values + head * D * V;
@@ -182,9 +183,10 @@ static void step_head(const Advance *a, long b, long h) {
         if (kept) {
             read_tile(type, head_of(&a->near_query, type, b, h), 0, NULL, 0, 1, a->near_width, q, 0);
             read_tile(type, head_of(&a->near_key, type, b, group), 0, NULL, 0, 1, a->near_width, k, 0);
-            step_near(a, b, group, q, k, v, near);
+            step_near(a, b, group, q, k, v, near, &lse);
         }
-        if (h % groups == 0) renew_recent(a, b, group, NULL, 0, kept); /* nobody reads the place of the new token */
+        if (job->near_lse) job->near_lse[head] = lse;
+        if (h % groups == 0) renew_recent(a, b, group, NULL, 0, kept); /* the place of the new token is not read */
         if (!a->near.data)
             for (long i = 0; i < V; i += 8) *(v8 *)(far + i) = (*(v8 *)(far + i) + *(v8 *)(near + i)) * 0.5f;
         else write_tile(a->output_type, head_of(&a->near, a->output_type, b, h), 0, NULL, 0, 1, V, near, 0);

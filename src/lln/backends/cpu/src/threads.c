@@ -1,6 +1,6 @@
 #include "threads.h"
 
-/* Threads are those of torch: its OpenMP library hands over these functions, or else everything runs in one thread. */
+/* Threads are those of torch: its OpenMP library has these functions, or else everything runs in one thread. */
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 static Parallel omp_parallel;
 static void (*omp_barrier)(void);

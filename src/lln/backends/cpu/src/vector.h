@@ -18,7 +18,7 @@ typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef float vf_anywhere __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 /* The log-mass of what is not there: below every other, yet finite, as `plain.absent`. */
-#define ABSENT (-1.7014117e38f)
+#define MASKED (-1.7014117e38f)
 
 INLINE vf load(const float *p) { return *(const vf_anywhere *)p; }
 INLINE void store(float *p, vf x) { *(vf_anywhere *)p = x; }
@@ -67,12 +67,13 @@ INLINE int not_finite(const float *row, long vector) {
 }
 
 /* Whether any of `vector` floats is NaN, infinite or larger than any sensible padding (`lln.masks.LARGEST_PADDING`). */
-#define ODD 1e15f
-INLINE int is_odd(const float *row, long vector) {
-    vi odd = (vi){0};
-    for (long i = 0; i < vector; i += LANES) odd |= ~((load(row + i) <= ODD) & (load(row + i) >= -ODD));
+#define LARGEST_PADDING 1e15f
+INLINE int is_unusable(const float *row, long vector) {
+    vi unusable = (vi){0};
+    for (long i = 0; i < vector; i += LANES)
+        unusable |= ~((load(row + i) <= LARGEST_PADDING) & (load(row + i) >= -LARGEST_PADDING));
     int any = 0;
-    for (int j = 0; j < LANES; j++) any |= odd[j];
+    for (int j = 0; j < LANES; j++) any |= unusable[j];
     return any;
 }
 
