@@ -392,7 +392,8 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         if self.parallel is None:
             return self.join(far, *self.near_branch(query, key, value, **shared), query=query)
         if self.combine == "gate":
-            raise ValueError('a gate needs the keys of neighbours that other processes hold; use combine="ratio"')
+            found = self.parallel.near_with_mass_ratio(query, key, value, self.key_weight(key), **near, **shared)
+            return self.join(far, *found, query=query)
         softmax = self.parallel.block_diagonal_attention(query, key, value, **near, **shared)
         return self.join(far, softmax, query=query)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lln.backends import choose
+from lln.backends import choose, near_with_lse
 from lln.distributed.merge import Layout, refuse_second_order
 from lln.distributed.ranks import Pending, Ranks
 from lln.masks import front_order, kept_tokens
@@ -50,6 +50,28 @@ class Halo:
     right: int
     kept: Tensor  # (B, left + right) which places of the halo hold a token
     is_empty: bool  # on all processes, so that there is nothing to exchange
+
+    def send(self, *tensors: Tensor) -> Pending:
+        """Send what others need of tensors (B, heads, N, features), as one (tokens, heads, all features)."""
+        rows = [x.detach().transpose(1, 2)[self.send_samples, self.send_places] for x in tensors]
+        return self._exchange(torch.cat(rows, dim=-1), self.send_counts, self.receive_counts)
+
+    def receive(self, pending: Pending, *like: Tensor) -> list[Tensor]:
+        """What has come, (B, heads, left + right, features) of each tensor, zeros in places without a token."""
+        found = pending.wait()
+        x = found.new_zeros(*self.kept.shape, *found.shape[1:])
+        x[self.receive_samples, self.receive_places] = found
+        return list(torch.split(x.transpose(1, 2), [x.shape[3] for x in like], dim=-1))
+
+    def send_back(self, gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+        """Add the gradients of the halos of all processes to those of the tokens."""
+        x = torch.cat(list(gradients), dim=-1).transpose(1, 2)[self.receive_samples, self.receive_places]
+        found = self._exchange(x, self.receive_counts, self.send_counts).wait()
+        for total, part in zip(totals, torch.split(found, [x.shape[3] for x in gradients], dim=-1), strict=True):
+            total.transpose(1, 2).index_put_((self.send_samples, self.send_places), part, accumulate=True)
+
+    def _exchange(self, x: Tensor, send: list[int], receive: list[int]) -> Pending:
+        return Pending(lambda: x) if self.is_empty else self.ranks.exchange(x, send, receive, sparse=True)
 
 
 def find_halo(key: Tensor, keep: Tensor | None, layout: Layout, low: Tensor, high: Tensor) -> Halo:
@@ -104,14 +126,6 @@ def _joined(parts: list[Tensor], device: torch.device) -> Tensor:
     return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def send(halo: Halo, key: Tensor, value: Tensor) -> Pending:
-    if halo.is_empty:
-        nothing = key.new_empty(0, key.shape[1], key.shape[3] + value.shape[3])
-        return Pending(lambda: nothing)
-    tokens = [x.detach().transpose(1, 2)[halo.send_samples, halo.send_places] for x in (key, value)]
-    return halo.ranks.exchange(torch.cat(tokens, dim=-1), halo.send_counts, halo.receive_counts, sparse=True)
-
-
 class Piece(NamedTuple):
     """Some queries and the tokens that they may need, by their places in the halo and the own tokens together."""
 
@@ -123,18 +137,24 @@ class Piece(NamedTuple):
 class Neighbors:
     """Softmax attention of the tokens of this process to their neighbours. It keeps no tensor of tokens itself."""
 
-    def __init__(self, problem: Problem, layout: Layout, *, share: float) -> None:
-        """Send the keys and values that other processes need; `share` is the factor of the output."""
+    def __init__(self, problem: Problem, layout: Layout, *, share: float = 1.0, with_lse: bool = False) -> None:
+        """Send the keys and values that other processes need.
+
+        Args:
+            share: a factor of the output.
+            with_lse: the output has a feature more, the log-sum-exp of the scores.
+        """
+        assert problem.near is not None
         self.near, self.block_size, self.is_causal = problem.near, problem.block_size, problem.is_causal
-        self.share = share
+        self.share, self.with_lse = share, with_lse
         start, counts, keep = layout.starts(), layout.tokens[:, 1], problem.keys.keep
-        low, high = self._reach(start, start + counts)
-        self.halo = find_halo(problem.key, keep, layout, low.where(counts > 0, 0), high.where(counts > 0, 0))
+        self.low, self.high = (x.where(counts > 0, 0) for x in self._reach(start, start + counts))  # (P, B)
+        self.halo = find_halo(problem.key, keep, layout, self.low, self.high)
         self.keep = None  # of the halo and the own tokens together; None: all
         if keep is not None or not bool(self.halo.kept.all()):
             before, after = torch.split(self.halo.kept, [self.halo.left, self.halo.right], dim=1)
             self.keep = torch.cat((before, kept_tokens(keep, problem.key), after), dim=1)
-        self.pending = send(self.halo, problem.key, problem.value)
+        self.pending = self.halo.send(problem.key, problem.value)
         self.handed: tuple[Tensor, ...] = ()  # from the backward pass of the output to that of the inputs
 
     def tap(self, problem: Problem) -> Problem:
@@ -145,7 +165,7 @@ class Neighbors:
         return replace(problem, query=query, key=key, value=value)
 
     def finish(self, problem: Problem) -> Tensor:
-        """The output (B, H, N, V) for the queries of this process."""
+        """The output (B, H, N, V), or with the log-sum-exp (B, H, N, V + 1), for the queries of this process."""
         tokens = (x.detach() for x in (problem.query, problem.key, problem.value))
         output: Tensor = _Near.apply(self, self.link, *tokens)  # type: ignore[no-untyped-call]
         return output
@@ -192,7 +212,10 @@ class Neighbors:
         query, key, value = tokens
         rest: Any = (self.is_causal, False, self.near, self.block_size, None, None, "variance", "sample")
         problem = Problem(query, key, value, Tokens(keep), Tokens(keep), *rest)
-        return choose(problem).near(problem)
+        if not self.with_lse:
+            return choose(problem).near(problem)
+        output, lse = near_with_lse(problem)
+        return torch.cat((output, lse[..., None]), dim=-1)
 
     def rows(self, tokens: Sequence[Tensor], halo: Sequence[Tensor]) -> list["_Row"]:
         """Queries, keys and values with those of the halo; its queries are zeros."""
@@ -242,14 +265,11 @@ class _Near(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, near: Neighbors, link: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        halo, found = near.halo, near.pending.wait()
-        batch, heads, _, width = key.shape
-        joined = found.new_zeros(batch, halo.left + halo.right, heads, width + value.shape[3])
-        joined[halo.receive_samples, halo.receive_places] = found
-        received = torch.split(joined.transpose(1, 2), [width, value.shape[3]], dim=-1)
+        halo = near.halo
+        received = halo.receive(near.pending, key, value)
         ctx.near = near
         ctx.save_for_backward(*received)
-        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        output = query.new_zeros(*query.shape[:3], value.shape[3] + near.with_lse)
         rows = near.rows((query, key, value), received)
         for queries, span, keep in near.pieces(query):
             mixed = near.attend([row.read(span) for row in rows], keep)
@@ -301,11 +321,7 @@ class _Tap(torch.autograd.Function):
             totals[0][:, :, own] += d_query[:, :, inside]
             for row, x in zip(of_keys, found, strict=True):
                 row.add(span, x)
-        if not halo.is_empty:
-            joined = torch.cat(of_halo, dim=-1).transpose(1, 2)[halo.receive_samples, halo.receive_places]
-            sent = halo.ranks.exchange(joined, halo.receive_counts, halo.send_counts, sparse=True).wait()
-            for total, x in zip(totals[1:], torch.split(sent, [x.shape[3] for x in of_halo], dim=-1), strict=True):
-                total.transpose(1, 2).index_put_((halo.send_samples, halo.send_places), x, accumulate=True)
+        halo.send_back(of_halo, totals[1:])
         return None, *(x if is_wanted else None for x, is_wanted in zip(totals, ctx.needs_input_grad[1:], strict=True))
 
 
