@@ -369,10 +369,11 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         far = self._far(query, key, value, tokens)
         if self.parallel is None:
             return self.join(far, *self.near_branch(query, key, value, **shared), query=query)
-        if self.combine in ("gate", "mass"):
-            raise ValueError(
-                f'combine="{self.combine}" needs keys that other processes hold; use combine="ratio" or "average"'
-            )
+        if self.combine == "mass":
+            raise ValueError('combine="mass" measures keys that other processes hold; use "gate", "ratio" or "average"')
+        if self.combine == "gate":
+            found = self.parallel.near_with_mass_ratio(query, key, value, self.key_weight(key), **near, **shared)
+            return self.join(far, *found, query=query)
         softmax = self.parallel.block_diagonal_attention(query, key, value, **near, **shared)
         return self.join(far, softmax, query=query)
 

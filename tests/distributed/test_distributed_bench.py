@@ -8,7 +8,7 @@ pytest.importorskip("scipy")
 
 from lln.bench.distributed import is_measured, jobs
 from lln.report.distributed import EXCHANGES, PREDICTED_PROCESSES, distributed_tables, fit, predict, traffic
-from lln.results import read_results
+from lln.results import Result, read_results
 
 RECORD = Path(__file__).parents[2] / "results/distributed.jsonl"
 
@@ -32,24 +32,56 @@ def test_a_million_tokens_are_measured_with_and_without_blocks():
     assert [is_measured(row, *x) for x in todo] == [False, False, False, True]
 
 
-def test_the_fit_finds_what_made_the_times():
-    a, b, c, d = 2e-6, 3e-5, 2.5, 1.05
+def rows_of(a, b, c, d, *, slowed=1.0):
+    """What a machine with two processors would measure, one of the times `slowed`."""
     rows = []
     for size in (1, 2, 4):
         for megabits, delay in ((None, 0.0), (1000, 0.2), (100, 5.0)):
             for tokens in (10_000, 50_000):
                 sent = 0 if size == 1 else 1e5 * size
                 wire = 0 if megabits is None or size == 1 else d * sent
-                seconds = a * tokens / min(size, 2)
-                if size > 1:
-                    seconds += b * EXCHANGES * (size - 1) + c * EXCHANGES * delay / 1e3
-                    seconds += wire * 8 / (megabits * 1e6) if megabits else 0.0
-                place = {"processes": size, "tokens": tokens, "megabits": megabits, "delay": delay}
-                rows.append(place | {"seconds": seconds, "sent_bytes": sent, "wire_bytes": wire})
-    rows.append({"softmax_seconds": 1.0, "tokens": 1000})
-    found = fit(rows, processors=2)
+                cpu = a * tokens / size + b * EXCHANGES * (size - 1)
+                seconds = cpu * max(1, size / 2) + c * EXCHANGES * (delay if size > 1 else 0.0) / 1e3
+                seconds += wire * 8 / (megabits * 1e6) if megabits else 0.0
+                place = {"network": str(megabits), "processes": size, "tokens": tokens, "heads": 4}
+                place |= {"megabits": megabits, "delay": delay, "messages": 0, "peak_bytes": 0}
+                rows.append(place | {"seconds": seconds, "cpu_seconds": cpu, "sent_bytes": sent, "wire_bytes": wire})
+    rows[-1]["seconds"] *= slowed
+    return [*rows, {"softmax_seconds": 1.0, "tokens": 1000, "megabits": None}]
+
+
+def test_the_fit_finds_what_made_the_times():
+    a, b, c, d = 2e-6, 3e-5, 2.5, 1.05
+    found = fit(rows_of(a, b, c, d), processors=2)
     assert list(found.values()) == pytest.approx([a, b, c, d, 0.0, 1e-6], rel=1e-6, abs=1e-9)
-    for row in predict(found, heads=16, width=64):
+    predicted = list(predict(found, heads=16, width=64))
+    for row in predicted:
         assert row["processes"] in PREDICTED_PROCESSES
         assert (row["ulysses_bytes"] is None) == (row["processes"] > 16)
         assert row["lln_bytes"] < row["ring_bytes"]
+    # A longer input takes longer, and bytes of LLN stay.
+    places = {(row["network"], row["processes"], row["tokens"]): row for row in predicted}
+    for (network, size, tokens), row in places.items():
+        longer = places.get((network, size, 10 * tokens))
+        if longer is not None:
+            assert longer["lln_bytes"] == row["lln_bytes"]
+            for name in ("lln", "ring", "ulysses"):
+                assert row[f"{name}_seconds"] is None or row[f"{name}_seconds"] < longer[f"{name}_seconds"]
+
+
+def test_times_are_not_predicted_from_a_bad_fit():
+    origin, settings = {"machine": {"cores": 2}}, {"heads": 4, "head_dim": 64}
+    good, bad = (
+        Result("distributed", origin, settings, tables={"rows": rows_of(2e-6, 3e-5, 2.5, 1.05, slowed=x)})
+        for x in (1.1, 2.0)
+    )
+    assert any("s in all" in column for column in distributed_tables(good)[1].columns)
+    table = distributed_tables(bad)[1]
+    assert table.columns == ("tokens", "processes", "lln, MB", "ring, MB", "ulysses, MB")
+    assert "times are not predicted" in table.notes[0]
+
+
+@pytest.mark.parametrize("heads", [4, 12, 32])
+def test_predicted_traffic_is_below_what_is_promised(heads):
+    for size in PREDICTED_PROCESSES:
+        assert traffic(1_000_000, size, heads, 64)["lln"][2] <= 4 * heads * (64 * 64 + 64 * 64 + 3 * 64)

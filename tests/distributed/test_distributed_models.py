@@ -153,8 +153,6 @@ def refused(group):
         distributed.parallelize(build("roberta", "SequenceClassification"), group)
     with pytest.raises(ValueError, match='is not "lln" or "lln_diag"'):
         distributed.parallelize(build("roberta", attention="elu"), group)
-    with pytest.raises(ValueError, match="a gate needs the keys of neighbours"):
-        distributed.parallelize(build("roberta", combine="gate"), group)(**batch("roberta"))
     model = distributed.parallelize(build("roberta"), group)
     rank, inputs = dist.get_rank(group), batch("roberta")
     with pytest.raises(ValueError, match=r"input_ids: \d+ on rank 0"):
@@ -188,6 +186,9 @@ def model_cases(size):
     gate = learned | {"combine": "gate"}
     yield "learned", partial(train_step, family="llama", block_size=5, **learned)
     yield "learned, window", partial(train_step, family="roberta", near="window", block_size=7, **learned)
+    yield "gate", partial(train_step, family="roberta", near="window", block_size=7, **gate)
+    yield "gate, causal, checkpointing", partial(train_step, family="llama", block_size=5, checkpointing=True, **gate)
+    yield "packed, gate", partial(packed, near="window", **gate)
     yield "packed", partial(packed, checkpointing=True)
     yield "packed, learned", partial(packed, near="window", **learned)
     yield "checkpointing", partial(train_step, family="llama", block_size=8, checkpointing=True)

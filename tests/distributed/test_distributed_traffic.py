@@ -1,12 +1,15 @@
-"""What a process sends does not grow with the length, and stays below what is promised."""
+"""What a process sends does not grow with the length; what it sends and what it holds stay below what is promised."""
 
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from distributed_world import report, run_world
 
 from lln import distributed
+from lln.bench.measure import peak_bytes, reset_peak
+from lln.bench.peak import give_back_what_is_freed
 
 
 def sent(group, function, *, tokens, heads, width, **options):
@@ -41,6 +44,52 @@ def check_by_hand(group):
     assert messages == 6 * (P - 1)
 
 
+def check_neighbors(group):
+    """Halos are messages to the processes on both sides, twice; a collective would send to all of them."""
+    collectives = []
+    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def count(*arguments, **options):
+        collectives.append("all to all")
+        return all_to_all(*arguments, **options)
+
+    def count_messages(operations):
+        collectives.append([(x.op, x.group_peer) for x in operations])
+        return batch(operations)
+
+    H, D, window, rank, last = 2, 8, 16, dist.get_rank(group), dist.get_world_size(group) - 1
+    dist.all_to_all_single, dist.batch_isend_irecv = count, count_messages
+    try:
+        options = {"tokens": 256, "heads": H, "width": D, "near": "window", "block_size": window}
+        messages, sent_bytes = sent(group, "block_diagonal_attention", **options)
+    finally:
+        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batch
+    sides = [x for x in (rank - 1, rank + 1) if 0 <= x <= last]
+    around = [*((dist.isend, x) for x in sides), *((dist.irecv, x) for x in sides)]
+    assert collectives == ["all to all", "all to all", around, around]
+    header, counts = last * 6 * 8, last * 2 * 8
+    # To the left what is to the right of its windows, and the other way round; back, the gradients of what came.
+    before, after = (window // 2 if rank > 0 else 0), (window - 1 - window // 2 if rank < last else 0)
+    came = (window - 1 - window // 2 if rank > 0 else 0) + (window // 2 if rank < last else 0)
+    assert sent_bytes == (before + after + came) * 2 * H * D * 4 + header + counts
+    assert messages == 2 * last + 2 * len(sides)
+
+
+def check_memory(group, tokens=1 << 17, width=64, **options):
+    """At most 0.3 of what one process has for query, key, value, output and all gradients of them."""
+    part = tokens // dist.get_world_size(group)
+    give_back_what_is_freed()
+    for n in (64, part):
+        reset_peak()
+        before = peak_bytes()
+        q, k, v = (torch.randn(1, 1, n, width).requires_grad_() for _ in range(3))
+        slope = torch.randn_like(v)
+        output = distributed.lln_diag_attention(q, k, v, group=group, **options)
+        torch.autograd.grad(output, (q, k, v), slope)
+    share = (peak_bytes() - before) / (8 * tokens * width * 4)
+    assert share < 0.3, f"{share:.3f} of one process"
+
+
 def traffic_cases():
     for causal in (False, True):
         options = {"is_causal": causal}
@@ -56,8 +105,13 @@ def traffic_cases():
     for name, options in {"causal": {"is_causal": True}, "window": {"near": "window", "block_size": 64}}.items():
         yield f"same, {name}", partial(check_same, function="lln_diag_attention", longest=65_536, **options)
     yield "by hand", check_by_hand
+    yield "neighbours", check_neighbors
+    if Path("/proc/self/clear_refs").exists():
+        yield "memory", check_memory
+        yield "memory, causal", partial(check_memory, is_causal=True)
+        yield "memory, window", partial(check_memory, near="window")
 
 
-def test_traffic_does_not_grow_with_the_length():
+def test_traffic_and_memory():
     failed = run_world(4, traffic_cases)
     assert not failed, report(failed)

@@ -40,7 +40,7 @@ def measure(
     heads: int,
     width: int,
     attention: str = "lln",
-    repeats: int = 3,
+    repeats: int = 7,
     softmax: bool = False,
 ) -> Iterator[Row]:
     """A row for each number of tokens; with `softmax` and one process also one of softmax attention.

@@ -30,7 +30,7 @@ class Peak:
 
 
 def peak_of_call(make: Callable[[int], Call], tokens: int) -> Peak:
-    _give_back_what_is_freed()
+    give_back_what_is_freed()
     make(min(SMALL, tokens)).run()
     call = make(tokens)
     if call.inputs[0].is_cuda:
@@ -77,7 +77,7 @@ def zoo_call(mechanism: str, tokens: int, *, heads: int, head_dim: int, backward
     return attention_call(attention, inputs, like=inputs[2] if backward else None)
 
 
-def _give_back_what_is_freed() -> None:
+def give_back_what_is_freed() -> None:
     """Let the C library return memory at once, where it can (glibc): what it keeps would hide later use."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

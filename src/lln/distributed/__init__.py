@@ -7,7 +7,12 @@ What LLN attention keeps of a shard of keys is D (Dv + 1) numbers a head, howeve
 `parallelize`. Start processes with torchrun.
 """
 
-from lln.distributed.functional import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.distributed.functional import (
+    block_diagonal_attention,
+    lln_attention,
+    lln_diag_attention,
+    near_with_mass_ratio,
+)
 from lln.distributed.models import parallelize, prefill, split_tokens
 from lln.distributed.ranks import MissingRankError, Traffic, record_traffic
 
@@ -17,6 +22,7 @@ __all__ = [
     "block_diagonal_attention",
     "lln_attention",
     "lln_diag_attention",
+    "near_with_mass_ratio",
     "parallelize",
     "prefill",
     "record_traffic",

@@ -10,16 +10,18 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lln.distributed import far as far_attention
-from lln.distributed import near as near_attention
 from lln.distributed import statistics
+from lln.distributed.mass import log_far_mass
 from lln.distributed.merge import Layout
+from lln.distributed.near import Neighbors
 from lln.distributed.packed import attend_packed, check_packed
 from lln.distributed.ranks import Ranks
 from lln.forms import centered, in_paper_form, without_padding
 from lln.masks import INTEGERS
-from lln.problem import Near, Problem, Tokens
+from lln.problem import Near, Problem, Tokens, read_key_weight
 
 
 def attend(
@@ -32,10 +34,16 @@ def attend(
     far: bool,
     near: Near | None,
     names: Set[str],
+    with_ratio: bool = False,
     **options: Any,
 ) -> Tensor:
-    """The attention of the queries of this process to the keys of all of them, in the dtype of the input."""
+    """The attention of the queries of this process to the keys of all of them, in the dtype of the input.
+
+    With `with_ratio`, softmax attention among neighbours in the accumulator's dtype, with one feature more:
+    ln(far / near) of each query from the weights `key_weight`, see `lln.neighbors`.
+    """
     given = {option: x for option, x in options.items() if x is not None}
+    weight = given.pop("key_weight", None) if with_ratio else None
     lengths, starts = _lengths(given, key), given.pop("cu_seqlens", None)
     masks = tuple(option in given for option in ("key_padding_mask", "query_padding_mask"))
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")
@@ -44,6 +52,8 @@ def attend(
             unknown = ", ".join(sorted(options.keys() - names))
             raise TypeError(f"{name} has no option {unknown}; its options are: {', '.join(names)}")
         problem = Problem.make(query, key, value, far=far, near=near, **given)
+        if weight is not None:
+            problem = replace(problem, key_weight=read_key_weight(weight, query, key))
         if starts is not None:
             check_packed(problem, starts, lengths, given)
         description, sizes = _describe(problem, given, lengths, starts), (*query.shape[2:3], key.shape[2], *masks)
@@ -54,26 +64,39 @@ def attend(
     problem = _with_padding(name, problem, found, lengths, ranks.rank)
     (batch, _, _, _), width = query.shape, value.shape[3]
     if batch == 0 or width == 0 or not bool(found[:, :2].sum(dim=0).all()):
-        return problem.output_of_nothing()
+        return pad(problem.output_of_nothing(), (0, int(with_ratio)))
     if starts is not None:
-        return attend_packed(attend_parts, problem, ranks, found[:, 0].tolist(), starts.tolist(), given)
-    return attend_parts(problem, ranks)
+        return attend_packed(
+            attend_parts, problem, ranks, found[:, 0].tolist(), starts.tolist(), given, with_ratio=with_ratio
+        )
+    return attend_parts(problem, ranks, with_ratio=with_ratio)
 
 
-def attend_parts(problem: Problem, ranks: Ranks, segments: Tensor | None = None) -> Tensor:
+def attend_parts(problem: Problem, ranks: Ranks, segments: Tensor | None = None, *, with_ratio: bool = False) -> Tensor:
     """What the problem asks for, for the queries of this process; see `Layout` for `segments`."""
     layout = Layout(ranks, _count(problem, ranks), segments)
-    halo = near_attention.exchange(problem, layout) if problem.near else None
-    if not problem.far:
-        assert halo is not None
-        return near_attention.finish(problem, *halo).to(problem.query.dtype)
+    near = None
+    if problem.near:
+        near = Neighbors(problem, layout, share=0.5 if problem.far else 1.0, with_lse=with_ratio)
+        problem = near.tap(problem)
+        if with_ratio:
+            return _with_ratio(near.finish(problem), problem, near, layout)
+        if not problem.far:
+            return near.finish(problem).to(problem.query.dtype)
     paper = _in_paper_form(problem, layout)
     merge = far_attention.start(paper, layout)
-    near = None if halo is None else near_attention.finish(problem, *halo)  # while the summaries are under way
-    far = far_attention.finish(paper, merge)
-    if near is not None:
-        far = far.add_(near).mul_(0.5)
-    return far.to(problem.query.dtype)
+    neighbors = None if near is None else near.finish(problem)  # while the summaries are under way
+    output = far_attention.finish(paper, merge, share=1.0 if near is None else near.share)
+    if neighbors is not None:
+        output = output.add_(neighbors)
+    return output.to(problem.query.dtype)
+
+
+def _with_ratio(output: Tensor, problem: Problem, near: Neighbors, layout: Layout) -> Tensor:
+    """ln(far / near) in place of ln(near), the last feature."""
+    weight = output.new_zeros(output.shape[:3]) if problem.key_weight is None else problem.key_weight
+    far = log_far_mass(weight, problem.keys.keep, near, layout)
+    return torch.cat((output[..., :-1], far[..., None] - output[..., -1:]), dim=-1)
 
 
 def _in_paper_form(problem: Problem, layout: Layout) -> Problem:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import lln.functional as local
+from lln import neighbors
 from lln.distributed.core import attend
 from lln.distributed.ranks import Group, find_ranks
 from lln.problem import NearOptions, Options, QueryOptions, autocast_like_sdpa
@@ -69,6 +70,31 @@ def lln_diag_attention(
 ) -> Tensor:
     """`lln.lln_diag_attention` of sequences whose parts the processes of a group hold, see `lln_attention`."""
     return _run(local.lln_diag_attention, Options, query, key, value, group, **{"near": "blocks", **options}, far=True)
+
+
+def near_with_mass_ratio(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_weight: Tensor | None = None,
+    *,
+    group: Group,
+    **options: Unpack[NearOptions],
+) -> tuple[Tensor, Tensor]:
+    """`lln.neighbors.near_with_mass_ratio` of sequences whose parts the processes of a group hold."""
+    ranks = find_ranks(group)
+    if ranks.size == 1:
+        return neighbors.near_with_mass_ratio(query, key, value, key_weight, **options)
+    names = {*get_type_hints(NearOptions), "key_weight"}
+    given: Any = {"near": "blocks", **options, "key_weight": key_weight}
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        found: Tensor = _attend(
+            "near_with_mass_ratio", ranks, query, key, value, far=False, names=names, with_ratio=True, **given
+        )
+        return found[..., :-1].to(query.dtype), found[..., -1]
+
+    return autocast_like_sdpa(run, query, key, value)
 
 
 def _run(

@@ -22,7 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from lln.distributed.functional import block_diagonal_attention, lln_attention, lln_diag_attention
+from lln.distributed.functional import (
+    block_diagonal_attention,
+    lln_attention,
+    lln_diag_attention,
+    near_with_mass_ratio,
+)
 from lln.distributed.merge import refuse_second_order
 from lln.distributed.ranks import Group, Ranks, find_ranks
 from lln.distributed.state import state_before
@@ -44,6 +49,7 @@ class Parallel:
         self.lln_attention = partial(lln_attention, group=group)
         self.lln_diag_attention = partial(lln_diag_attention, group=group)
         self.block_diagonal_attention = partial(block_diagonal_attention, group=group)
+        self.near_with_mass_ratio = partial(near_with_mass_ratio, group=group)
         self.state_before = partial(state_before, group=group)
 
 

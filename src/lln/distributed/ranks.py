@@ -1,8 +1,9 @@
 """The processes that hold the parts of a sequence: what they say to each other, and what is said when one is missing.
 
-All communication goes through one collective of torch.distributed, `all_to_all_single`. Before each, a process writes
-to the store of the group how many it has begun. When one fails or runs into the time-out of the group, the store tells
-which processes have not begun it.
+All communication is one collective of torch.distributed, `all_to_all_single`, or messages between neighbours alone,
+where a collective would send an empty one to every other process. Before each, a process writes to the store of the
+group how many it has begun. When one fails or runs into the time-out of the group, the store tells which processes have
+not begun it.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh
 SIZES = 4  # in the header of a call, the same number for all calls: gloo ends a process that receives too much
-GRACE = 2.0  # seconds in which the others report that a collective failed for them too
+GRACE = 2.0  # seconds in which others report that an exchange failed for them too
 
 
 class MissingRankError(RuntimeError):
@@ -103,8 +104,11 @@ class Ranks:
         """(P, ...) what all processes give, of the same shape on all of them; for a few numbers."""
         return self.exchange(x.expand(self.size, *x.shape), [1] * self.size, [1] * self.size).wait()
 
-    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        """Send `send[r]` rows of `x` to each process r, and receive `receive[r]` rows from it."""
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int], *, sparse: bool = False) -> Pending:
+        """Send `send[r]` rows of `x` to each process r, and receive `receive[r]` rows from it.
+
+        `sparse`: few processes have anything for each other, and none for itself.
+        """
         assert sum(send) == x.shape[0]
         assert len(send) == len(receive) == self.size
         found, x = x.new_empty(sum(receive), *x.shape[1:]), x.contiguous()
@@ -117,18 +121,32 @@ class Ranks:
         number, began = self.begun, time.monotonic()
         try:
             self.store.set(f"begun/{self.rank}", str(number))
-            work: Any = dist.all_to_all_single(found, x, list(receive), list(send), group=self.group, async_op=True)
+            if sparse:
+                works = self._send_messages(found, x, send, receive)
+            else:
+                works = [dist.all_to_all_single(found, x, list(receive), list(send), group=self.group, async_op=True)]
         except RuntimeError as error:
             self._report(number, began, error)
 
         def wait() -> Tensor:
             try:
-                work.wait()
+                for work in works:
+                    work.wait()
             except RuntimeError as error:
                 self._report(number, began, error)
             return found
 
         return Pending(wait, x)
+
+    def _send_messages(self, found: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> list[Any]:
+        assert send[self.rank] == receive[self.rank] == 0
+        messages = [
+            dist.P2POp(operation, part, group=self.group, group_peer=r)
+            for operation, tensor, sizes in ((dist.isend, x, send), (dist.irecv, found, receive))
+            for r, part in enumerate(torch.split(tensor, list(sizes)))
+            if part.numel()
+        ]
+        return dist.batch_isend_irecv(messages) if messages else []
 
     def check(self, what: str, description: Mapping[str, Any], sizes: Sequence[int], device: torch.device) -> Tensor:
         """Refuse calls that do not fit together; returns the sizes (P, sizes) of all processes.
@@ -160,13 +178,12 @@ class Ranks:
             others = [r for r in range(self.size) if r != self.rank]
             missing = [r for r in others if self._begun(r) < number]
             deadline = time.monotonic() + GRACE
-            while not missing and time.monotonic() < deadline:
-                silent = [r for r in others if not self.store.check([f"failed/{number}/{r}"])]
-                if not silent:
-                    break
+            # Where several are behind, some of them have failed in an earlier exchange because of the others.
+            silent = others if not missing else missing if len(missing) > 1 else []
+            while silent and time.monotonic() < deadline:
                 time.sleep(0.05)
-            else:
-                missing = missing or silent
+                silent = [r for r in silent if not self._has_failed(r, number)]
+            missing = silent or missing
         except RuntimeError:  # the process that keeps the store has ended
             raise MissingRankError(
                 f"rank {own}: exchange {number} of the group failed after {seconds:.1f} s, and the store of the group "
@@ -182,6 +199,10 @@ class Ranks:
         raise MissingRankError(
             f"rank {own}: exchange {number} of the group failed after {seconds:.1f} s: {who} ({_brief(error)})"
         ) from error
+
+    def _has_failed(self, rank: int, number: int) -> bool:
+        """Whether a process has reported the failure of this exchange, or of the last one that it has begun."""
+        return self.store.check([f"failed/{min(number, self._begun(rank))}/{rank}"])
 
     def _begun(self, rank: int) -> int:
         key = f"begun/{rank}"

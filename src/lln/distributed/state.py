@@ -90,7 +90,7 @@ def _recent(key: Tensor, value: Tensor, keep: Tensor | None, layout: Layout, siz
     """The last `size` kept tokens before this process, token t at place t % size; zeros where there is none."""
     starts = layout.starts()
     halo = near_attention.find_halo(key, keep, layout, starts - size, starts)
-    found = near_attention.send(halo, key, value).wait()
+    found = halo.send(key, value).wait()
     start = layout.start(1).to(key.device)
     number = halo.kept.sum(dim=1)  # tokens of the halo, from the first place on
     samples = halo.receive_samples
