@@ -7,7 +7,7 @@ TRITON := .venv/.triton
 C_FILES := $(wildcard src/lln/backends/cpu/src/*.[ch] tests/sanitize/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-triton lint sanitize format bench wheel clean
+.PHONY: help demo test test-slow test-triton lint sanitize format bench docs wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -52,9 +52,12 @@ format: $(READY)  ## put the code into the format that lint asks for
 bench: $(READY)  ## measure time and memory against torch's softmax attention
 	$(BIN)/lln bench attention
 
+docs: $(READY)  ## build the documentation site in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 wheel: $(READY)  ## build the wheel with compiled code, and the source distribution, in dist/
 	LLN_COMPILED=1 $(BIN)/hatchling build -t wheel -t sdist
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-results build dist
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-results build dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

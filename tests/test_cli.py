@@ -208,30 +208,38 @@ def test_version_and_json(tmp_path):
     assert table["title"] == "Table 3: ViT on Dogs vs Cats"
 
 
+def copied_docs(folder):
+    """The pages that are made from results, without pictures."""
+    (folder / "docs").mkdir()
+    for page in docs.PAGES:
+        (folder / "docs" / page).write_text((DOCS / page).read_text())
+    return folder / "docs"
+
+
 def test_no_page_of_the_documentation_is_stale(tmp_path):
     done = run("docs", str(DOCS), "--results", str(RESULTS), "--check")
     assert done.exit_code == 0, done.output
+    copy = copied_docs(tmp_path)
     for page in docs.PAGES:
-        changed = re.sub(r"(: begin -->\n)", r"\1 stale\n", (DOCS / page).read_text(), count=1)
-        (tmp_path / page).write_text(changed)
-    stale = run("docs", str(tmp_path), "--results", str(RESULTS), "--check")
+        changed = re.sub(r"(: begin -->\n)", r"\1 stale\n", (copy / page).read_text(), count=1)
+        (copy / page).write_text(changed)
+    stale = run("docs", str(copy), "--results", str(RESULTS), "--check")
     assert stale.exit_code == 2
     assert "stale: " in stale.stderr
-    assert "speed.md" in stale.stderr
-    assert (
-        f"{len(docs.PAGES)} pages, {len(docs.PAGES)} of them changed"
-        in run("docs", str(tmp_path), "--results", str(RESULTS)).stdout
-    )
-    assert run("docs", str(tmp_path), "--results", str(RESULTS), "--check").exit_code == 0
+    for name in ("speed.md", "README.md", "headline.csv"):
+        assert name in stale.stderr
+    count = len(docs.PAGES) + 1
+    assert f"{count} files, {count} of them changed" in run("docs", str(copy), "--results", str(RESULTS)).stdout
+    assert (copy / docs.HEADLINE).read_text() == (DOCS / docs.HEADLINE).read_text()
+    assert (copy / "images/headline.png").exists()
+    assert run("docs", str(copy), "--results", str(RESULTS), "--check").exit_code == 0
 
 
 def test_pictures_of_the_documentation_are_drawn(tmp_path):
-    (tmp_path / "images").mkdir()
-    for page in docs.PAGES:
-        (tmp_path / page).write_text((DOCS / page).read_text())
-    done = run("docs", str(tmp_path), "--results", str(RESULTS), "--pictures")
+    copy = copied_docs(tmp_path)
+    done = run("docs", str(copy), "--results", str(RESULTS), "--pictures")
     assert done.exit_code == 0, done.output
-    drawn = {path.name for path in (tmp_path / "images").iterdir()}
+    drawn = {path.name for path in (copy / "images").iterdir()}
     assert drawn <= {path.name for path in (DOCS / "images").iterdir()}
     assert {"figure1.png", "attention-float32.png", "decode.png", "table2.png"} <= drawn
 

@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,13 @@ import lln.theory
 import lln.zoo
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def test_public_names_are_those_of_all():
@@ -97,15 +104,59 @@ def test_without_its_extras_the_command_says_what_to_install():
     assert 'pip install "lln-attention[cli]"' in done.stderr
 
 
-def test_readme_example_runs():
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(examples) == 1
-    assert len([line for line in examples[0].splitlines() if line.strip()]) <= 12
+def test_readme_is_short_and_begins_with_what_to_run():
+    assert len(README.splitlines()) < 120
+    commands = re.findall(r"^(?:make|pip|lln|python) .*", README, re.MULTILINE)
+    assert [command.split("  ")[0] for command in commands[:2]] == ["make demo", "make test"]
+
+
+def test_readme_examples_run(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    from pydoc_data.topics import topics
+
+    from typer.testing import CliRunner
+
+    from lln.cli import app
+
+    quick_start, opening = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in quick_start.splitlines() if line.strip()]) <= 12
     scope = {}
-    exec(examples[0], scope)
+    exec(quick_start, scope)
     assert scope["output"].shape == (2, 8, 1, 64)
     x = scope["torch"].randn(2, 30, 512)
     assert scope["layer"](x).shape == x.shape
+
+    # The command with a small model in place of the one on the hub, and without training.
+    monkeypatch.chdir(tmp_path)
+    Path("FILE.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
+    make_small_encoder(Path("small"), Path("FILE.txt"))
+    [command] = re.findall(r"^lln (linearize .*?)(?: {2,}#.*)?$", README, re.MULTILINE)
+    name, text = "sentence-transformers/all-MiniLM-L6-v2", "--text FILE"
+    assert name in command
+    assert command.endswith(text)
+    words = command.replace(name, "small").split()
+    quick = ["--steps", "0", "--cost-tokens", "0", "--eval-passages", "5", "--quiet"]
+    done = CliRunner().invoke(app, [*words[:-1], "FILE.txt", *quick])
+    assert done.exit_code == 0, done.output
+    exec(opening, scope)
+    assert scope["model"].config.lln_attention["attention"] == "lln_diag"
+
+
+def make_small_encoder(folder, text):
+    """A folder with a small random BERT, and a tokenizer that knows the words of a text."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = sorted(set(re.findall(r"[a-z]+", text.read_text().lower())))[:500]
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *words])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, **names).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.BertConfig(vocab_size=len(vocabulary), max_position_embeddings=64, **sizes)
+    transformers.BertModel(config).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -130,6 +181,15 @@ def test_counts_in_the_documents():
     assert len(lln.zoo.names()) == 29
 
 
+def test_one_version():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    newest = re.search(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest.groups() == (version, str(citation["date-released"]))
+
+
 def test_citation_names_the_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["preferred-citation"]["title"] == "Linear Log-Normal Attention with Unbiased Concentration"
@@ -146,5 +206,5 @@ def test_every_module_imports_and_says_what_it_is():
 
 def test_make_lists_its_targets():
     listed = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
-    for target in ("demo", "test", "lint", "bench", "clean"):
+    for target in ("demo", "test", "lint", "bench", "docs", "wheel", "clean"):
         assert re.search(rf"^{target}\s+\S", listed, re.MULTILINE), listed

@@ -1,6 +1,9 @@
 """Terminal output: names and options are text, not markup; progress is for terminals alone."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -48,3 +51,33 @@ def test_a_table_is_printed_as_it_is_or_as_json(capsys):
         "rows": [["[red]r", ":key:"]],
         "notes": ["[/n]"],
     }
+
+
+def lln_process(*arguments, **environment):
+    script = "import sys; sys.argv[0] = 'lln'; from lln.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_other_libraries_show_no_bars_where_there_is_no_terminal(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    (tmp_path / "text").write_text("a text of some bytes")
+    done = lln_process("inspect", str(tmp_path), "--text", str(tmp_path / "text"))
+    assert done.returncode == 0, done.stderr
+    assert "it/s" not in done.stderr
+    assert "entropy" in done.stdout
+
+
+def test_completion_knows_the_verbs():
+    done = lln_process(_LLN_COMPLETE="complete_bash", COMP_WORDS="lln li", COMP_CWORD="1")
+    assert done.stdout.split() == ["linearize"]
+    done = lln_process("--help")
+    assert "--install-completion" in done.stdout
+    assert "--show-completion" in done.stdout

@@ -1,10 +1,11 @@
-"""The wheel has the C code compiled, and runs it where there is no compiler; so does an install of the sources."""
+"""Wheels and sources, installed where there is a compiler and where there is none."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -12,16 +13,33 @@ from pathlib import Path
 import pytest
 import torch
 
+from lln.backends.cpu.build import cpu_flags
+from lln.backends.cpu.flavours import FLAVOURS
+
 ROOT = Path(__file__).parents[1]
-SCRIPT = """
-import torch, lln
-from lln.backends.cpu.build import choose_flavour, load, shipped_library
+# Attention by the library of the wheel for an instruction set.
+COMPILED = """
+import sys, torch, lln
+from lln.backends.cpu import build
+build.choose_flavour = lambda: sys.argv[1]
+library = build.load()._name
+assert library.endswith(f"lln/backends/cpu/compiled/fused-{sys.argv[1]}.so"), library
 x = torch.randn(1, 2, 50, 32)
-assert shipped_library(choose_flavour()) is not None, lln.__file__
-assert load()._name == str(shipped_library(choose_flavour()))
 with lln.backends.use("cpu"):
     ours = lln.lln_attention(x, x, x)
 torch.testing.assert_close(ours, lln.reference.lln_attention(x, x, x), atol=1e-4, rtol=1e-4)
+"""
+# Without compiled code and without a compiler: plain torch, and the reason.
+PLAIN = """
+import warnings, torch, lln, lln.doctor
+x = torch.randn(1, 2, 50, 32)
+with warnings.catch_warnings(record=True) as caught:
+    ours = lln.lln_attention(x, x, x)
+assert ["no C compiler found" in str(x.message) for x in caught] == [True], caught
+torch.testing.assert_close(ours, lln.reference.lln_attention(x, x, x), atol=1e-4, rtol=1e-4)
+told = dict(lln.doctor.describe())
+assert told["fused C code"].startswith("no, no C compiler found"), told
+assert "cpu: no, no C compiler found" in told["backends on cpu"], told
 """
 
 pytestmark = [
@@ -41,21 +59,36 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_installed(package: Path, folder: Path) -> None:
-    """Install into an empty environment that has torch and hatchling beside it, then run without programs in PATH."""
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv/bin/python"
-    [site] = (folder / "venv/lib").glob("*/site-packages")
-    # As a path it brings torch, but not what is installed there in editable form.
-    (site / "beside.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-    install = [python, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
-    subprocess.run([*install, package], env=environment, check=True, capture_output=True)
-    environment |= {"PATH": str(folder / "empty"), "LLN_CACHE": str(folder / "cache")}
-    environment.pop("CC", None)
-    done = subprocess.run([python, "-c", SCRIPT], env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not (folder / "cache").exists()  # nothing was built
+class Installed:
+    """A package in an empty environment, which has torch and hatchling beside it."""
+
+    def __init__(self, package: Path, folder: Path, *, compiler: bool) -> None:
+        self.folder, self.python = folder, folder / "venv/bin/python"
+        venv.create(folder / "venv", with_pip=True)
+        [site] = (folder / "venv/lib").glob("*/site-packages")
+        # As a path it brings torch, but not what is installed there in editable form.
+        (site / "beside.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+        environment = {name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "CC")}
+        self.without_programs = environment | {"PATH": str(folder / "empty"), "LLN_CACHE": str(folder / "cache")}
+        options = ["--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
+        command = [self.python, "-m", "pip", "install", *options, package]
+        environment = environment if compiler else self.without_programs
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def run(self, script: str, *arguments: str) -> None:
+        """Where there are no programs in PATH, and so no compiler."""
+        command = [self.python, "-c", script, *arguments]
+        done = subprocess.run(command, env=self.without_programs, cwd=self.folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def runs_compiled_code(self) -> None:
+        flags = cpu_flags()
+        able = [name for name, (_, needs) in FLAVOURS.items() if needs <= flags]
+        assert "portable" in able
+        for flavour in able:
+            self.run(COMPILED, flavour)
+        assert not (self.folder / "cache").exists()  # nothing was built
 
 
 def test_wheel_without_compiler(built: Path, tmp_path: Path) -> None:
@@ -64,9 +97,25 @@ def test_wheel_without_compiler(built: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "lln/backends/cpu/src/fused.c" in names  # the fallback
     assert "lln/report/web/heads.js" in names
-    run_installed(wheel, tmp_path)
+    Installed(wheel, tmp_path, compiler=False).runs_compiled_code()
 
 
-def test_source_distribution(built: Path, tmp_path: Path) -> None:
+def test_source_distribution_with_compiler(built: Path, tmp_path: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
-    run_installed(sdist, tmp_path)
+    Installed(sdist, tmp_path, compiler=True).runs_compiled_code()
+
+
+def test_sources_without_compiler(tmp_path: Path) -> None:
+    """`pip install .`"""
+    Installed(ROOT, tmp_path, compiler=False).run(PLAIN)
+
+
+def test_source_distribution_has_what_the_tests_read(built: Path) -> None:
+    [sdist] = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode != 0:
+        pytest.skip("not a checkout")
+    private = {".ci/run", ".clang-format", ".gitignore", ".pre-commit-config.yaml"}
+    assert set(tracked.stdout.split()) - names - private == set()

@@ -132,6 +132,12 @@ def test_steps_0_stops_after_calibration(make, tokenizer, texts, quick):
     assert list(result.report["kept"]) == ["calibrate"]
 
 
+def test_no_text_is_longer_than_the_positions_of_a_model(make, tokenizer, texts, quick):
+    """RoBERTa counts them from 2 on."""
+    report = run(make("roberta"), tokenizer, texts, quick(steps=0, length=512)).report
+    assert max(row["length"] for row in report["kept"]["calibrate"]) == 62
+
+
 def test_calibration_keeps_more_than_conversion_does(make, tokenizer, texts, quick):
     model, config = make("bert"), quick(attention="lln", steps=0)
     calibrated = run(model, tokenizer, texts, config).report["kept"]["calibrate"][-1]["cosine"]

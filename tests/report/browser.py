@@ -93,8 +93,8 @@ class Browser:
         actions = [{"type": kind, "value": KEYS[key]} for kind in ("keyDown", "keyUp")]
         self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
-    def dark(self) -> None:
-        features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    def color_scheme(self, name: str) -> None:
+        features = [{"name": "prefers-color-scheme", "value": name}]
         command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
         self._call("POST", "/goog/cdp/execute", command)
 

@@ -125,6 +125,36 @@ def test_accessible_names_and_no_network(opened: Browser, page: Path) -> None:
     assert opened.run("return document.querySelectorAll('b').length") == 0  # text of the model is text
 
 
+# The contrast of an element's text with its background, as WCAG 2 defines it; colours become numbers on a canvas.
+CONTRAST = """
+const context = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d');
+const luminance = (color) => {
+  context.fillStyle = color; context.fillRect(0, 0, 1, 1);
+  const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((x) => x / 255)
+    .map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const contrast = (one) => {
+  const style = getComputedStyle(one), both = [style.color, style.backgroundColor].map(luminance).sort((a, b) => a - b);
+  return (both[1] + 0.05) / (both[0] + 0.05);
+};
+const least = (selector) => Math.min(...Array.from({ length: 101 }, (_, share) => {
+  const one = document.querySelector(selector);
+  one.style.setProperty('--share', `${share}%`);
+  return contrast(one);
+}));
+return [least('td[style]'), least('.text span')];
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast_on_every_colour_of_the_scale(opened: Browser, scheme: str) -> None:
+    opened.color_scheme(scheme)
+    for least in opened.run(CONTRAST):
+        assert least >= 4.5
+
+
 @needs_browser
 def test_dark_and_narrow(page: Path, tmp_path: Path) -> None:
     narrow = Browser(tmp_path / "profile", 500, 800)
@@ -137,7 +167,7 @@ def test_dark_and_narrow(page: Path, tmp_path: Path) -> None:
         assert narrow.run(
             "const box = document.getElementById('details').getBoundingClientRect(); return box.top < 800"
         )
-        narrow.dark()
+        narrow.color_scheme("dark")
         assert narrow.run(color) != light
         assert narrow.messages() == []
         (tmp_path / "dark.png").write_bytes(narrow.picture())

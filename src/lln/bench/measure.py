@@ -123,7 +123,8 @@ def noise(seconds: float = 0.5) -> dict[str, Any]:
 def predict(lengths: Sequence[int], values: Sequence[float], length: int, *, quadratic: bool) -> float | None:
     """What the value would be at `length`: a + b N, or a + b N + c N², fitted with a, b, c >= 0 to relative errors.
 
-    None with fewer than two values, which say nothing about growth.
+    At least the largest value of a shorter input, which a fit to values that scatter can be below. None with fewer than
+    two values, which say nothing about growth.
     """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
@@ -133,7 +134,8 @@ def predict(lengths: Sequence[int], values: Sequence[float], length: int, *, qua
     largest = float(max(lengths))  # powers of numbers around 1 keep the fit well conditioned
     rows = [[(n / largest) ** power / value for power in powers] for n, value in zip(lengths, values, strict=True)]
     coefficients, _ = nnls(torch.tensor(rows, dtype=torch.float64).numpy(), torch.ones(len(rows)).double().numpy())
-    return float(sum(c * (length / largest) ** power for c, power in zip(coefficients, powers, strict=True)))
+    fitted = float(sum(c * (length / largest) ** power for c, power in zip(coefficients, powers, strict=True)))
+    return max([fitted, *(value for n, value in zip(lengths, values, strict=True) if n <= length)])
 
 
 def total_bytes(tensors: Sequence[Tensor]) -> int:

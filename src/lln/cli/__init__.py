@@ -1,5 +1,7 @@
 """The `lln` command: one file for each group of verbs, every verb a few lines around one function of the library."""
 
+import os
+import sys
 from typing import Annotated, Any
 
 try:
@@ -60,4 +62,7 @@ def options(
 def main() -> None:
     """Run the command."""
     stop_with_scheduler()
+    if not sys.stderr.isatty():  # before transformers and datasets are imported, whose bars are for terminals, too
+        for library in ("HUB", "DATASETS"):
+            os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     app()

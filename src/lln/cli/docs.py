@@ -10,7 +10,18 @@ import typer
 from lln.cli.options import Results
 from lln.terminal import console
 
-PAGES = ("results.md", "speed.md", "long-range-arena.md", "zoo.md", "linearize.md")
+# Relative to the folder of the documentation.
+PAGES = (
+    "results.md",
+    "speed.md",
+    "speed-tables.md",
+    "developers.md",
+    "long-range-arena.md",
+    "zoo.md",
+    "linearize.md",
+    "../README.md",
+)
+HEADLINE = Path("images/headline.csv")  # the numbers of the picture in the README, which is drawn when they change
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -25,38 +36,58 @@ def make_docs(
         bool, typer.Option("--pictures", help="Also draw all pictures of recorded runs and measurements.")
     ] = False,
 ) -> None:
-    """Bring all tables in the documentation up to date with the result files."""
-    stale = [path for path, new in rendered_pages(docs, results).items() if path.read_text(encoding="utf-8") != new]
+    """Bring all tables in the documentation, and the picture of the README, up to date with the result files."""
+    pages = rendered_pages(docs, results)
+    stale = [path for path, new in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != new]
     if check:
         if stale:
             raise ValueError(f"stale: {', '.join(map(str, stale))}; `lln docs` makes them anew")
         return
-    for path, new in rendered_pages(docs, results).items():
+    if docs / HEADLINE in stale:
+        draw_headline(docs, results)
+    for path, new in pages.items():
         path.write_text(new, encoding="utf-8")
     if pictures:
-        for path in draw_pictures(docs / "images", results):
+        for path in (draw_headline(docs, results), *draw_pictures(docs / "images", results)):
             console.print(str(path))
-    console.print(f"{len(PAGES)} pages, {len(stale)} of them changed")
+    console.print(f"{len(pages)} files, {len(stale)} of them changed")
 
 
 def rendered_pages(docs: Path, results: Path) -> dict[Path, str]:
-    """The pages as they are when they are up to date."""
+    """The pages, and the numbers of the picture in the README, as they are when they are up to date."""
+    from lln.paper import headline
     from lln.report.page import update
+    from lln.report.plot import csv_text
 
-    return {docs / name: update((docs / name).read_text(encoding="utf-8"), parts(results)) for name in PAGES}
+    pages = {docs / name: update((docs / name).read_text(encoding="utf-8"), parts(results)) for name in PAGES}
+    return pages | {docs / HEADLINE: csv_text(headline.picture_rows(results))}
 
 
 def parts(results: Path) -> dict[str, Callable[[str], str]]:
     """What pages may hold, by name: every table, the measurements of speed, and the list of mechanisms."""
     from lln import paper
-    from lln.paper import speed
+    from lln.paper import headline, speed
     from lln.zoo import table as zoo_table
 
     def table(name: str, file: str) -> str:
         return str(paper.load(name).make(results, file).markdown())
 
     made: dict[str, Callable[[str], str]] = {name: partial(table, name) for name in paper.tables()}
-    return made | {"speed": lambda file: speed.make(results), "zoo": lambda file: zoo_table.markdown()}
+    return made | {
+        "speed": lambda file: speed.make(results),
+        "summary": lambda file: speed.summary(results),
+        "goals": lambda file: speed.goals(results),
+        "headline": lambda file: headline.make(results).markdown(),
+        "zoo": lambda file: zoo_table.markdown(),
+    }
+
+
+def draw_headline(docs: Path, results: Path) -> Path:
+    from lln.paper import headline
+    from lln.report.plot import save_png
+
+    (docs / HEADLINE).parent.mkdir(parents=True, exist_ok=True)
+    return save_png(headline.draw(results), (docs / HEADLINE).with_suffix(".png"))
 
 
 def draw_pictures(folder: Path, results: Path) -> list[Path]:

@@ -250,19 +250,22 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def most_tokens(config: Any, tokens: int) -> int:
+    """So many tokens, or as many as a model has positions for, if that is less."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    return int(min(tokens, positions - (2 if config.model_type in OFFSET_POSITIONS else 0)))
+
+
 def encode(network: Any, tokenizer: Any, text: str, tokens: int) -> list[Tensor]:
     """The text in parts (1, N) of so many tokens, or of as many as the model has positions for; the last is shorter."""
-    config = network.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or tokens
-    if network.config.model_type in OFFSET_POSITIONS:
-        positions -= 2
-    length = min(tokens, positions)
+    length = most_tokens(network.config, tokens)
     if tokenizer is not None:
         parts = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
     else:
         # Small ids are often special, such as padding, which would be masked.
-        first = max(0, min(10, config.vocab_size - BYTES))
-        ids = [first + byte % (config.vocab_size - first) for byte in text.encode()]
+        words = network.config.get_text_config().vocab_size
+        first = max(0, min(10, words - BYTES))
+        ids = [first + byte % (words - first) for byte in text.encode()]
         parts = [ids[start : start + length] for start in range(0, len(ids), length)]
     return [torch.tensor([part]) for part in parts]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lln.hf import convert, from_pretrained
-from lln.instruments.inspect import inspect_network
+from lln.instruments.inspect import inspect_network, most_tokens
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.cost import LENGTHS, layer_cost
 from lln.linearize.data import ImageSource, Source, TextSource, check_tokenizer
@@ -167,12 +167,11 @@ def make_source(
         raise ValueError("there is no text to learn from: all documents are empty")
     if held_out is None:
         documents, held_out = split_documents(documents)
-    positions = getattr(model.config, "max_position_embeddings", None) or config.length
     return TextSource(
         documents,
         list(held_out),
         tokenizer,
-        length=min(config.length, positions),
+        length=most_tokens(model.config, config.length),
         tokens=config.tokens,
         batch_tokens=config.batch_tokens,
         calibration_tokens=config.calibration_tokens,

@@ -1,11 +1,12 @@
-"""The measured part of docs/speed.md."""
+"""Measurements of speed in the documentation: a summary, all tables, and the goals of development."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lln.paper import table2
 from lln.report.goals import ATTENTION_GOALS, DECODE_GOALS, check, goals_table
-from lln.report.speed import attention_tables, decode_tables
+from lln.report.speed import attention_tables, decode_tables, ratio_tables, short
+from lln.report.speed_styles import attention_label
 from lln.report.table import Table
 from lln.results import Result, read_results
 
@@ -16,26 +17,73 @@ ATTENTION = {
 }
 
 
+NOTHING = "Nothing has been measured yet.\n"
+
+
 def make(results: Path, file: str = "") -> str:
     """All measurements of a folder that there are in Markdown, each with its machine, commit and command."""
     attention, decode, model = (_read(results, name) for name in ("attention", "decode", "table2"))
-    sections, outcomes = [], []
+    sections = []
     for run, title in ATTENTION.items():
         if (result := attention.get(run)) is not None:
             tables = attention_tables(result)
-            if run == "attention-float32":
-                outcomes += check(ATTENTION_GOALS, result)
-            else:
+            if run != "attention-float32":
                 tables = [table for table in tables if "median time" in table.title or "SDPA" in table.title]
             sections.append(_section(title, result, tables))
     for result in decode.values():
-        outcomes += check(DECODE_GOALS, result)
         sections.append(_section("One more token", result, decode_tables(result)))
     for result in model.values():
         sections.append(_section("Table 2: a training step of RoBERTa-base", result, table2.parts(result)))
-    if outcomes:
-        sections.insert(0, f"### Goals\n\n{goals_table(outcomes).markdown()}")
-    return "\n".join(sections) or "Nothing has been measured yet.\n"
+    return "\n".join(sections) or NOTHING
+
+
+def goals(results: Path, file: str = "") -> str:
+    """Which goals of development the measurements reach."""
+    outcomes = []
+    if (result := _read(results, "attention").get("attention-float32")) is not None:
+        outcomes += check(ATTENTION_GOALS, result)
+    for result in _read(results, "decode").values():
+        outcomes += check(DECODE_GOALS, result)
+    sections = [goals_table(outcomes).markdown()] if outcomes else []
+    for name, result in _read(results, "spine").items():
+        sections.append(_section(f"Ratios: {name}", result, ratio_tables(result)))
+    return "\n".join(sections) or NOTHING
+
+
+def summary(results: Path, file: str = "") -> str:
+    """LLN and LLN+Diag beside softmax attention, at all lengths: times, and how many times as fast."""
+    tables = []
+    if (result := _read(results, "attention").get("attention-float32")) is not None:
+        for pass_ in dict.fromkeys(row["pass"] for row in result.rows):
+            times = {
+                (row["mechanism"], row["tokens"]): row["milliseconds"]
+                for row in result.rows
+                if row["pass"] == pass_ and "milliseconds" in row
+            }
+            tables.append(_beside_softmax(f"Attention, {pass_}, median time (ms)", times, "softmax"))
+    for result in _read(results, "decode").values():
+        times = {(row["mechanism"], row["tokens"]): row["milliseconds"] for row in result.rows}
+        tables.append(_beside_softmax("One more token after a context, median time (ms)", times, "cache"))
+    return "\n".join(table.markdown() for table in tables) or NOTHING
+
+
+def _beside_softmax(title: str, times: Mapping[tuple[str, int], float], softmax: str) -> Table:
+    lengths = sorted({tokens for _, tokens in times})
+
+    def cells(value: Callable[[int], float | None]) -> list[str]:
+        return ["-" if (found := value(tokens)) is None else short(found) for tokens in lengths]
+
+    rows = [["softmax", *cells(lambda tokens: times.get((softmax, tokens)))]]
+    for name in ("lln", "lln_diag"):
+        label = attention_label(name)
+
+        def speed(tokens: int, name: str = name) -> float | None:
+            ours, theirs = times.get((name, tokens)), times.get((softmax, tokens))
+            return theirs / ours if ours and theirs else None
+
+        rows.append([label, *cells(lambda tokens, name=name: times.get((name, tokens)))])  # type: ignore[misc]
+        rows.append([f"{label}: times as fast", *cells(speed)])
+    return Table(title, ["tokens", *(f"{tokens:,}" for tokens in lengths)], rows)
 
 
 def _read(results: Path, name: str) -> dict[str, Result]:
@@ -48,5 +96,9 @@ def _section(title: str, result: Result, tables: Sequence[Table]) -> str:
     machine = f"{origin['machine']['processor']}, {origin['threads']} threads, torch {origin['torch']}"
     kernel = origin.get("kernel", {}).get("explained") or "no compiled kernel"
     head = f"`{origin['command']}` on {machine}, commit {origin['commit']}; {kernel}."
-    noisy = "" if all(run["quiet"] for run in origin["noise"]) else " Other programs were running: times are too long."
+    noisy = (
+        ""
+        if all(run["quiet"] for run in origin.get("noise", ()))
+        else " Other programs were running: times are too long."
+    )
     return f"### {title}\n\n{head}{noisy}\n\n" + "\n".join(table.markdown() for table in tables)

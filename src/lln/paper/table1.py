@@ -56,19 +56,30 @@ Line = dict[str, Any]
 
 
 def make(results: Path, file: str = "table1") -> Table:
-    path = results / f"{file}.jsonl"
-    lines = read_records(path) if path.exists() else []
+    lines = _read(results, file)
     found = {method: {task: _values(lines, method, task) for task in TITLES} for method in ROWS}
     softmax = found["softmax"]
     rows = []
     for method, (published, title) in ROWS.items():
         cells = [_cell(found[method][task]) for task in TITLES]
-        shares = [_share(found[method], softmax, tasks) for tasks in (OF_THE_PAPER, EIGHT)]
+        shares = [_percent(_share(found[method], softmax, tasks)) for tasks in (OF_THE_PAPER, EIGHT)]
         rows.append([title or describe(method).title, *map(_number, published), *cells, *shares])
     columns = ["", *(f"{TITLES[task]} (paper)" for task in OF_THE_PAPER), "avg (paper)", *TITLES.values()]
     columns += ["of softmax, 4 tasks", "of softmax, 8 tasks"]
     notes = _notes(lines) if lines else ["Nothing is recorded yet: `lln reproduce table1` writes table1.jsonl."]
     return Table("Table 1: GLUE [%]", columns, rows, notes)
+
+
+def share_of_softmax(results: Path, method: str) -> float | None:
+    """The sum over eight tasks as a share of softmax attention's; None where a task is not recorded."""
+    lines = _read(results, "table1")
+    found, softmax = ({task: _values(lines, name, task) for task in EIGHT} for name in (method, "softmax"))
+    return _share(found, softmax, EIGHT)
+
+
+def _read(results: Path, file: str) -> list[Line]:
+    path = results / f"{file}.jsonl"
+    return read_records(path) if path.exists() else []
 
 
 def _values(lines: Sequence[Line], method: str, task: str) -> list[float]:
@@ -83,11 +94,15 @@ def _cell(values: Sequence[float]) -> str:
     return f"{fmean(values):.1f} ± {stdev(values):.1f}"
 
 
-def _share(found: dict[str, list[float]], softmax: dict[str, list[float]], tasks: Sequence[str]) -> str:
-    """The sum over the tasks as a share of softmax's; a dash where a task is missing."""
+def _share(found: dict[str, list[float]], softmax: dict[str, list[float]], tasks: Sequence[str]) -> float | None:
+    """The sum over the tasks as a share of softmax's; None where a task is missing."""
     if not all(found[task] and softmax[task] for task in tasks):
-        return "-"
-    return f"{sum(fmean(found[task]) for task in tasks) / sum(fmean(softmax[task]) for task in tasks):.1%}"
+        return None
+    return sum(fmean(found[task]) for task in tasks) / sum(fmean(softmax[task]) for task in tasks)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _notes(lines: Sequence[Line]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lln.report.plot import panels, save, style
-from lln.report.speed import short
+from lln.report.speed import credible, short
 from lln.report.speed_pictures import draw_curves, flat, footer
 from lln.report.speed_styles import MODEL_STYLES
 from lln.report.table import Table
@@ -53,7 +53,7 @@ def make(results: Path, file: str = "table2") -> Table:
 
 def parts(result: Result) -> list[Table]:
     """Time and memory; the published rows show only lengths that the paper has."""
-    rows = result.rows
+    rows = credible(result.rows)
     lengths = sorted({row["tokens"] for row in rows})
     cells = {(row["mechanism"], row["tokens"]): row for row in rows}
     tables = []
@@ -76,7 +76,7 @@ def parts(result: Result) -> list[Table]:
 
 def draw(result: Result, folder: Path) -> tuple[Path, Path, Path]:
     """Time and memory, ours as in all pictures and the published ones thin, in files of the folder."""
-    rows = result.rows
+    rows = credible(result.rows)
     with style():
         title = "A training step of RoBERTa-base, batch 1 (thin: published, on an A100)"
         figure, axes = panels(footer(result, "float32"), title, 2, size=(11.5, 4.6))

@@ -84,7 +84,8 @@ def heads_page(inspections: Sequence[Inspection]) -> str:
 {style}</style></head><body>
 <header><h1>{html.escape(f"Heads of {title}")}</h1>{summaries}
 <p>Rows are layers, columns are heads. Choose a head by a click or with the arrow keys; Enter goes to its details,
-Escape comes back. Colours of both models have one scale, from the 2nd to the 98th percentile.</p></header>
+Escape comes back. Colours go from the 2nd to the 98th percentile{" of both models" * (len(inspections) - 1)}.</p>
+</header>
 <main><div id="maps">{maps}</div>
 <section id="details" aria-labelledby="chosen"><h2 id="chosen" tabindex="-1">Choose a head</h2>
 <noscript><p>The details of a head need JavaScript.</p></noscript>
@@ -143,8 +144,7 @@ def _color(value: float, low: float, high: float) -> str:
     if math.isnan(value):
         return ' class="none"'
     share = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
-    strong = ' class="strong"' if share > 0.5 else ""
-    return f'{strong} style="--share:{share:.0%}"'
+    return f' style="--share:{share:.0%}"'
 
 
 def _data(inspection: Inspection) -> dict[str, Any]:

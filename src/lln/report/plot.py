@@ -130,6 +130,15 @@ def panels(
 
 def save(figure: "Figure", rows: Sequence[Row], directory: Path, stem: str) -> tuple[Path, Path, Path]:
     """Write PNG, SVG and CSV; the same rows give the same bytes."""
+    png, svg, table = (directory / f"{stem}.{ending}" for ending in ("png", "svg", "csv"))
+    save_png(figure, png)
+    figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    table.write_text(csv_text(rows), encoding="utf-8", newline="")
+    return png, svg, table
+
+
+def save_png(figure: "Figure", path: Path) -> Path:
+    """Write a picture of 256 colours, which is a third of the size."""
     from PIL import Image  # matplotlib needs it, too
 
     # The layout's solver differs in the last digit from run to run, which an SVG's ids are hashes of.
@@ -138,17 +147,19 @@ def save(figure: "Figure", rows: Sequence[Row], directory: Path, stem: str) -> t
     for axes in figure.axes:
         left, bottom, width, height = axes.get_position().bounds
         axes.set_position((round(left, 4), round(bottom, 4), round(width, 4), round(height, 4)))
-    png, svg, table = (directory / f"{stem}.{ending}" for ending in ("png", "svg", "csv"))
     pixels = io.BytesIO()
     figure.savefig(pixels, format="png", dpi=DPI)
-    few_colors = Image.open(pixels).convert("RGB").quantize(256, dither=Image.Dither.NONE)  # a third of the size
-    few_colors.save(png, optimize=True)
-    figure.savefig(svg, metadata={"Date": None, "Creator": None})
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: _text(value) for key, value in row.items()} for row in rows)
-    return png, svg, table
+    Image.open(pixels).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    return path
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """Rows with the same columns as CSV."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: _text(value) for key, value in row.items()} for row in rows)
+    return file.getvalue()
 
 
 def _text(value: float | int | str) -> str:

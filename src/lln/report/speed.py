@@ -1,5 +1,6 @@
 """Measured times and memory as tables, mechanisms down and lengths across: of the terminal and the documentation."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from lln.report.speed_styles import DECODE_STYLES, attention_label
@@ -15,9 +16,27 @@ MEMORY_OF_PASS = {
 COMPANIONS = {"": "", "_blocks": "+blocks", "_window": "+window"}  # of the columns of `lln bench forms`
 
 
+def credible(rows: Sequence[Row]) -> list[Row]:
+    """Rows without predictions that a shorter input of the same mechanism contradicts, because it took longer."""
+    kept = []
+    for row in rows:
+        shorter = [x for x in rows if x["tokens"] < row["tokens"] and _kind(x) == _kind(row)]
+        wrong = {
+            f"predicted_{quantity}"
+            for quantity in ("milliseconds", "seconds", "peak_bytes")
+            if any(x.get(quantity, 0.0) > row.get(f"predicted_{quantity}", math.inf) for x in shorter)
+        }
+        kept.append({key: value for key, value in row.items() if key not in wrong})
+    return kept
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    return row["mechanism"], row.get("pass", "")
+
+
 def attention_tables(result: Result) -> list[Table]:
     """For each pass: times, their ratios to softmax, to the paper's formula and to the matrix products, and memory."""
-    rows = result.rows
+    rows = credible(result.rows)
     origins: dict[str, str] = result.settings.get("origins", {})
     tables = []
     for pass_ in dict.fromkeys(row["pass"] for row in rows):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lln.report import plot
 from lln.report.plot import CurveStyle, panels, save, style
+from lln.report.speed import credible
 from lln.report.speed_styles import DECODE_STYLES, attention_style
 from lln.results import Result, Row
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def draw_attention(result: Result, folder: Path) -> tuple[Path, Path, Path]:
     """Times of each pass and peak memory of the last one, in files of the folder that are named as the run."""
-    rows, setting = result.rows, result.settings
+    rows, setting = credible(result.rows), result.settings
     passes = list(dict.fromkeys(row["pass"] for row in rows))
     names = dict.fromkeys(row["mechanism"] for row in rows)
     styles = {name: attention_style(name) for name in names}

@@ -83,7 +83,6 @@ function attentionParts(number, model, head) {
       const share = level / 255;
       const span = element("span", { title: `${key}: ${percent(weightOf(level))}`, style: `--share:${Math.round(100 * share * share)}%` }, piece(model, key));
       if (!model.pieces.length) span.append(" ");
-      if (share * share > 0.5) span.classList.add("strong");
       if (key === at) span.classList.add("query");
       return span;
     }));
