@@ -130,6 +130,7 @@ def test_calibrate_says_whether_the_table_is_the_shipped_one(monkeypatch, tmp_pa
 def test_zoo():
     assert "transnormer_t1" in run("zoo").output
     assert "Toeplitz" in run("zoo", "tnn").output
+    assert "block_size: int = 64" in run("zoo", "lln_diag").output
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,16 +35,17 @@ def compare_attention(
     seed: int = 0,
     done: Sequence[Row] = (),
     device: str = "cpu",
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[Row]:
     """A row for each pass, length and mechanism; all mechanisms of a length are timed in the same rounds.
 
     `ratio` is the first mechanism's time over a row's own. A mechanism that cannot run, would not fit into memory or
     would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, as far as its growth
     tells, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are left out.
+    `options` are those of `lln.zoo`; each mechanism gets the ones that it has.
     """
-    setting = Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal, device=device)
-    for name in mechanisms:
-        candidates.check_name(name)
+    setting = Setting(heads, head_dim, dtype, causal, device, options or {})
+    candidates.check_names(mechanisms, setting)
     known = list(done)
     for pass_ in passes:
         for tokens in sorted(lengths):

@@ -131,7 +131,7 @@ def build(name: str, *, num_heads: int, head_dim: int, max_len: int | None = Non
     mechanism: Any = _lookup(name)
     if mechanism.record.needs_max_len and max_len is None:
         raise ValueError(f"{name} has parameters for each position: say max_len=, the longest input it will see")
-    known = _options(name)
+    known = option_parameters(name)
     unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise TypeError(f"{name} has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
@@ -147,7 +147,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the option, and the options that there are with their types and defaults.
     """
-    known = _options(name)
+    known = option_parameters(name)
     for option, value in options.items():
         if option not in known:
             listed = "; ".join(map(str, known.values())) or "none"
@@ -162,7 +162,7 @@ def _lookup(name: str) -> type[Mechanism]:
     return _REGISTRY[name]
 
 
-def _options(name: str) -> dict[str, inspect.Parameter]:
+def option_parameters(name: str) -> dict[str, inspect.Parameter]:
     """The options of a mechanism, with their types and defaults."""
     parameters = inspect.signature(_lookup(name), eval_str=True).parameters
     return {key: value for key, value in parameters.items() if key not in ("num_heads", "head_dim", "max_len")}
