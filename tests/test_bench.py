@@ -160,7 +160,7 @@ def test_rows_are_complete_and_nothing_is_measured_twice():
     assert {(row["pass"], row["tokens"]) for row in more} == {("forward", 48)}
 
 
-def test_what_is_too_slow_too_large_or_impossible_is_left_out_with_a_word(monkeypatch):
+def test_what_is_too_slow_too_large_or_impossible_is_left_out_with_a_reason(monkeypatch):
     monkeypatch.setattr(attention, "free_bytes", lambda: 10_000)
     names = ("softmax", "softmax_explicit", "nystrom")
     done = [
@@ -394,7 +394,7 @@ def test_training_steps_are_measured_or_predicted(quick, tmp_path, monkeypatch):
         list(model.compare_training((16,), ("flash",)))
 
 
-def test_a_step_that_does_not_fit_is_a_word_not_a_crash(monkeypatch):
+def test_a_step_that_does_not_fit_is_a_reason_not_a_crash(monkeypatch):
     monkeypatch.setattr(model, "free_bytes", lambda: 2**20)
     tiny = model.ModelSetting(layers=1, hidden_size=64, heads=2, vocabulary=5000)
     (row,) = model.compare_training((2048,), ("eager",), setting=tiny)

@@ -145,7 +145,7 @@ def test_zoo():
     ],
     ids=str,
 )
-def test_mistakes_are_words_not_tracebacks(arguments, text):
+def test_mistakes_are_messages_not_tracebacks(arguments, text):
     done = run(*arguments)
     assert done.exit_code == 2
     output = " ".join((done.stdout + done.stderr).replace("│", " ").split())
@@ -153,7 +153,7 @@ def test_mistakes_are_words_not_tracebacks(arguments, text):
     assert "Traceback" not in output
 
 
-def test_a_mistake_ends_the_process_with_words():
+def test_a_mistake_ends_the_process_with_a_message():
     done = subprocess.run([sys.executable, "-m", "lln.cli", "zoo", "nothing"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "no mechanism is called 'nothing'" in " ".join(done.stderr.split())

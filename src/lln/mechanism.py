@@ -24,7 +24,7 @@ class Mechanism(nn.Module):
 
     takes_grouped_heads: ClassVar[bool] = False  # or else keys and values are repeated for it
     averages_branches: bool = True  # `join` is the mean of its branches, which a state computes by itself
-    record: ClassVar[Any]  # what `lln.zoo` knows about it
+    description: ClassVar[Any]  # the `lln.zoo.Description` of a registered class
     num_heads: int
     head_dim: int
 

@@ -46,17 +46,17 @@ def compare_attention(
     """
     setting = Setting(heads, head_dim, dtype, causal, device, options or {})
     candidates.check_names(mechanisms, setting)
-    known = list(done)
+    measured = list(done)
     for pass_ in passes:
         for tokens in sorted(lengths):
-            here = {row["mechanism"] for row in known if (row["pass"], row["tokens"]) == (pass_, tokens)}
+            here = {row["mechanism"] for row in measured if (row["pass"], row["tokens"]) == (pass_, tokens)}
             if here >= set(mechanisms):
                 continue
             torch.manual_seed(seed)
             for row in _compare_at(
-                tokens, pass_, mechanisms, setting, seconds=seconds, max_seconds=max_seconds, known=known
+                tokens, pass_, mechanisms, setting, seconds=seconds, max_seconds=max_seconds, measured=measured
             ):
-                known.append(row)
+                measured.append(row)
                 yield row
 
 
@@ -74,14 +74,16 @@ def _compare_at(
     *,
     seconds: float,
     max_seconds: float,
-    known: Sequence[Row],
+    measured: Sequence[Row],
 ) -> Iterator[Row]:
     backward = pass_ == PASSES[1]
     inputs = candidates.random_inputs(setting, tokens)
     calls: dict[str, Call] = {}
     skipped: dict[str, Row] = {}
     for name in mechanisms:
-        before = [row for row in known if (row["pass"], row["mechanism"]) == (pass_, name) and row["tokens"] < tokens]
+        before = [
+            row for row in measured if (row["pass"], row["mechanism"]) == (pass_, name) and row["tokens"] < tokens
+        ]
         reason = _reason_to_skip(name, setting, tokens, before, backward=backward, max_seconds=max_seconds)
         if reason is not None:
             skipped[name] = reason
