@@ -127,6 +127,29 @@ def test_candidates_compute_what_they_say(setting):
         assert candidates.origin(name, setting).startswith(package if taken else "lln.zoo")
 
 
+def test_options_reach_the_mechanisms_that_have_them(quick, tmp_path):
+    setting = Setting(3, 16, options={"block_size": 5, "num_features": 7})
+    inputs = candidates.random_inputs(setting, 40)
+    (blocks,) = candidates.make_call("lln_diag", setting, inputs, backward=False).run()
+    torch.testing.assert_close(blocks, lln.lln_diag_attention(*inputs, block_size=5))
+    (plain,) = candidates.make_call("lln", setting, inputs, backward=False).run()
+    torch.testing.assert_close(plain, lln.lln_attention(*inputs))
+    assert candidates.origin("performer", setting) == "lln.zoo"  # its package has no such option
+    out = tmp_path / "a.jsonl"
+    arguments = ("--mechanisms", "softmax,lln_diag", "--forward-only", "--out", str(out))
+    done = run(*ATTENTION, *arguments, "--option", "block_size=8")
+    assert done.exit_code == 0, done.output
+    assert only_result(out).settings["options"] == {"block_size": 8}
+    assert only_result(out).run == "attention-float32-block_size=8"
+    for option, message in (
+        ("blok=3", "none of softmax, lln_diag has an option blok"),
+        ("block_size=abc", "the option block_size of lln_diag cannot be 'abc'"),
+        ("block_size=0", "block_size must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(*ATTENTION, *arguments, "--option", option)
+
+
 def test_rows_are_complete_and_nothing_is_measured_twice():
     rows = list(attention.compare_attention((32, 16), ("softmax", "lln"), passes=attention.PASSES, **SMALL))
     places = [(row["pass"], row["tokens"], row["mechanism"]) for row in rows]
@@ -137,7 +160,7 @@ def test_rows_are_complete_and_nothing_is_measured_twice():
     assert {(row["pass"], row["tokens"]) for row in more} == {("forward", 48)}
 
 
-def test_what_is_too_slow_too_large_or_impossible_is_left_out_with_a_word(monkeypatch):
+def test_what_is_too_slow_too_large_or_impossible_is_left_out_with_a_reason(monkeypatch):
     monkeypatch.setattr(attention, "free_bytes", lambda: 10_000)
     names = ("softmax", "softmax_explicit", "nystrom")
     done = [
@@ -371,7 +394,7 @@ def test_training_steps_are_measured_or_predicted(quick, tmp_path, monkeypatch):
         list(model.compare_training((16,), ("flash",)))
 
 
-def test_a_step_that_does_not_fit_is_a_word_not_a_crash(monkeypatch):
+def test_a_step_that_does_not_fit_is_a_reason_not_a_crash(monkeypatch):
     monkeypatch.setattr(model, "free_bytes", lambda: 2**20)
     tiny = model.ModelSetting(layers=1, hidden_size=64, heads=2, vocabulary=5000)
     (row,) = model.compare_training((2048,), ("eager",), setting=tiny)

@@ -130,6 +130,7 @@ def test_calibrate_says_whether_the_table_is_the_shipped_one(monkeypatch, tmp_pa
 def test_zoo():
     assert "transnormer_t1" in run("zoo").output
     assert "Toeplitz" in run("zoo", "tnn").output
+    assert "block_size: int = 64" in run("zoo", "lln_diag").output
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_zoo():
     ],
     ids=str,
 )
-def test_mistakes_are_words_not_tracebacks(arguments, text):
+def test_mistakes_are_messages_not_tracebacks(arguments, text):
     done = run(*arguments)
     assert done.exit_code == 2
     output = " ".join((done.stdout + done.stderr).replace("│", " ").split())
@@ -152,7 +153,7 @@ def test_mistakes_are_words_not_tracebacks(arguments, text):
     assert "Traceback" not in output
 
 
-def test_a_mistake_ends_the_process_with_words():
+def test_a_mistake_ends_the_process_with_a_message():
     done = subprocess.run([sys.executable, "-m", "lln.cli", "zoo", "nothing"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "no mechanism is called 'nothing'" in " ".join(done.stderr.split())

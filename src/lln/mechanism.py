@@ -25,7 +25,7 @@ class Mechanism(nn.Module):
 
     takes_grouped_heads: ClassVar[bool] = False  # or else keys and values are repeated for it
     averages_branches: bool = True  # `join` is the mean of its branches, which a state computes by itself
-    record: ClassVar[Any]  # its entry in `lln.zoo`
+    description: ClassVar[Any]  # the `lln.zoo.Description` of a registered class
     num_heads: int
     head_dim: int
 

@@ -69,15 +69,15 @@ def test_every_mechanism(family, make, batch):
     inputs = {"pixel_values": torch.randn(2, 3, 20, 20)} if family == "vit" else batch()
     before, names = run(model, inputs), set(model.state_dict())
     for name in zoo.names():
-        record = zoo.describe(name)
-        if family == "llama" and not record.causal:
+        description = zoo.describe(name)
+        if family == "llama" and not description.causal:
             with pytest.raises(ValueError, match=f"is causal, which {name} cannot be"):
                 lln.hf.convert(model, name)
             continue
         lln.hf.convert(model, name)
         assert run(model, inputs, **({"use_cache": False} if family == "llama" else {})).isfinite().all(), name
         learned = [p for n, p in model.named_parameters() if ".mechanism." in n]
-        assert bool(learned) == (bool(record.learned) and "conv_kernel" not in record.learned), name
+        assert bool(learned) == (bool(description.learned) and "conv_kernel" not in description.learned), name
     lln.hf.convert(model, "softmax")
     assert torch.equal(run(model, inputs), before)
     assert set(model.state_dict()) == names

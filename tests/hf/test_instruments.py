@@ -30,7 +30,7 @@ def hear(model, inputs, path):
 
     transformers.AttentionInterface.register(name, listen)
     try:
-        with Recorder(model, path, every=1, heads=None, budget=None) as recorder, torch.no_grad():
+        with Recorder(model, path, every=1, heads=None, max_overhead=None) as recorder, torch.no_grad():
             model(**inputs)
             return recorder.step(), heard
     finally:
@@ -146,7 +146,7 @@ def test_other_mechanisms_are_said_not_to_be_read(attention, make, batch, tmp_pa
 
 def test_a_state_is_said_not_to_be_read(make, batch, tmp_path):
     model, inputs = lln.hf.convert(make("llama", "ModelForCausalLM")), batch("left")
-    with Recorder(model, tmp_path / "r.jsonl", every=1, budget=None) as recorder, torch.no_grad():
+    with Recorder(model, tmp_path / "r.jsonl", every=1, max_overhead=None) as recorder, torch.no_grad():
         output = model(**inputs)
         assert {record["kind"] for record in recorder.step()} == {"lln_diag"}
         with pytest.warns(UserWarning, match="continues from a state"):
@@ -157,7 +157,7 @@ def test_a_state_is_said_not_to_be_read(make, batch, tmp_path):
 @pytest.mark.filterwarnings("ignore:the attention of the decoder")
 def test_attention_to_an_encoder_is_softmax(make, batch, tmp_path):
     model = lln.hf.convert(make("bart"), "lln")
-    with Recorder(model, tmp_path / "r.jsonl", every=1, budget=None) as recorder, torch.no_grad():
+    with Recorder(model, tmp_path / "r.jsonl", every=1, max_overhead=None) as recorder, torch.no_grad():
         model(**batch(), decoder_input_ids=torch.randint(3, 90, (3, 7)))
         kinds = {record["layer"].split(".")[-1]: record["kind"] for record in recorder.step()}
     assert kinds == {"self_attn": "lln", "encoder_attn": "softmax"}

@@ -247,11 +247,11 @@ def test_bias_tells_biased_from_unbiased() -> None:
     features = 6.0 * torch.eye(16)[None, None]
     own = features, features
     same = torch.ones(1, 1, 16, 16), features[:, :, :1].expand(1, 1, 16, 16) * (torch.arange(16) == 0)[:, None]
-    own_budget = concentration(*own, kind="softmax")
-    same_budget = concentration(4 * same[0], 1.5 * same[1], kind="softmax")
-    torch.testing.assert_close(own_budget.entropy, same_budget.entropy, rtol=0.02, atol=0.0)
-    assert own_budget.bias_share < 1e-5
-    assert same_budget.bias_share > 1 - 1e-5
+    own_parts = concentration(*own, kind="softmax")
+    same_parts = concentration(4 * same[0], 1.5 * same[1], kind="softmax")
+    torch.testing.assert_close(own_parts.entropy, same_parts.entropy, rtol=0.02, atol=0.0)
+    assert own_parts.bias_share < 1e-5
+    assert same_parts.bias_share > 1 - 1e-5
     assert spectral_gap(*own, kind="softmax") < 0.1 < 0.99 < spectral_gap(4 * same[0], 1.5 * same[1], kind="softmax")
 
 

@@ -89,7 +89,7 @@ def test_refusals(tmp_path: Path) -> None:
         inspect("bert", tmp_path / "missing.txt")
 
 
-def test_models_that_cannot_be_read_are_refused_in_words() -> None:
+def test_models_that_cannot_be_read_are_refused_with_a_reason() -> None:
     for name, reason in (
         ("t5", "t5 cannot be read, encoder.* it uses a bias for positions"),
         ("gemma2", "gemma2 cannot be read, .* it uses a cap on scores"),

@@ -50,9 +50,9 @@ def test_permutations(n: int, name: str) -> None:
     assert_close(variance(matrix), 1 / n - 1 / n**2)
     assert_close(bias(matrix), 0.0)
     assert_close(spectral_gap(matrix), 0.0)
-    budget = concentration(matrix)
-    assert_close(budget.unbiased, math.log2(n))
-    assert_close(budget.bias_share, 0.0)
+    parts = concentration(matrix)
+    assert_close(parts.unbiased, math.log2(n))
+    assert_close(parts.bias_share, 0.0)
     assert_close(lognormality(matrix).zeros, 1 - 1 / n)
 
 
@@ -125,14 +125,14 @@ def test_entropy_and_variance_are_scipys(shape: tuple[int, int]) -> None:
     assert_close(bias(matrix), scipy.stats.entropy(mean, uniform, base=2, axis=-1))
 
 
-def test_the_budget_of_bits_adds_up() -> None:
+def test_the_parts_of_the_entropy_add_up() -> None:
     matrix = softmax_matrix(40, 60, spread=2.0)
-    budget = concentration(matrix)
-    assert_close(budget.limit, math.log2(60))
-    assert_close(budget.entropy + budget.biased + budget.unbiased, math.log2(60))
+    parts = concentration(matrix)
+    assert_close(parts.limit, math.log2(60))
+    assert_close(parts.entropy + parts.biased + parts.unbiased, math.log2(60))
     mean = matrix.mean(dim=-2, keepdim=True)
     information = (matrix * (matrix / mean).log2()).sum(dim=-1).mean(dim=-1)  # of query and key, by its definition
-    assert_close(budget.unbiased, information)
+    assert_close(parts.unbiased, information)
 
 
 def test_lognormality_is_scipys() -> None:
@@ -204,11 +204,11 @@ def test_causal_variance_and_bias_compare_with_uniform_over_the_past() -> None:
     uniform = uniform / uniform.sum(dim=-1, keepdim=True)
     assert_close(variance(uniform, is_causal=True), 0.0)
     assert_close(bias(uniform, is_causal=True), 0.0)
-    budget = concentration(torch.eye(n, dtype=torch.float64), is_causal=True)
-    assert_close(budget.limit, float(np.log2(np.arange(1, n + 1)).mean()))
+    parts = concentration(torch.eye(n, dtype=torch.float64), is_causal=True)
+    assert_close(parts.limit, float(np.log2(np.arange(1, n + 1)).mean()))
     first = torch.zeros(n, n, dtype=torch.float64)
     first[:, 0] = 1.0
-    assert bias(first, is_causal=True) > 1.0 > budget.biased
+    assert bias(first, is_causal=True) > 1.0 > parts.biased
 
 
 class TestRefusals:

@@ -52,7 +52,7 @@ def inputs_of(family: str) -> dict[str, Tensor]:
 
 
 def record(model: nn.Module, run: Callable[[], Any], path: Path, **settings: Any) -> list[dict[str, Any]]:
-    with Recorder(model, path, heads=None, budget=None, **settings) as recorder:
+    with Recorder(model, path, heads=None, max_overhead=None, **settings) as recorder:
         with torch.no_grad():
             run()
         return recorder.step()
@@ -131,7 +131,7 @@ def test_torch_encoder_on_its_fused_path(norm_first: bool, padded: bool, tmp_pat
     given = {"src_key_padding_mask": padding} if padded else {}
     with torch.no_grad():
         alone = encoder(x, **given)
-        with Recorder(encoder, tmp_path / "r.jsonl", every=1, budget=None) as recorder:
+        with Recorder(encoder, tmp_path / "r.jsonl", every=1, max_overhead=None) as recorder:
             assert torch.equal(encoder(x, **given), alone)
             records = recorder.step()
     assert [r["layer"] for r in records] == ["layers.0.self_attn"] * 4 + ["layers.1.self_attn"] * 4
@@ -235,7 +235,7 @@ def test_training_is_bit_identical(name: str, autocast: bool, tmp_path: Path) ->
     batches = [inputs_of(name) if name in FAMILIES else torch.randn(2, 10, 16) for _ in range(3)]
     alone = train(model, batches, None, autocast)
     model.load_state_dict(start)
-    with Recorder(model, tmp_path / "r.jsonl", every=2, budget=None) as recorder:
+    with Recorder(model, tmp_path / "r.jsonl", every=2, max_overhead=None) as recorder:
         watched = train(model, batches, recorder, autocast)
         assert {r["step"] for r in recorder.table()} == {0, 2}
     assert len(alone) == len(watched)
@@ -261,8 +261,8 @@ def test_closed_recorder_says_so(tmp_path: Path) -> None:
 
 def test_two_recorders_at_once(tmp_path: Path) -> None:
     model = hugging_face("bert").eval()
-    first = Recorder(model, tmp_path / "1.jsonl", every=1, budget=None)
-    second = Recorder(model, tmp_path / "2.jsonl", every=1, budget=None)
+    first = Recorder(model, tmp_path / "1.jsonl", every=1, max_overhead=None)
+    second = Recorder(model, tmp_path / "2.jsonl", every=1, max_overhead=None)
     model(**inputs_of("bert"))
     assert [r["entropy"] for r in first.step()] == [r["entropy"] for r in second.step()]
     first.close()
@@ -275,7 +275,9 @@ def test_sampling(tmp_path: Path) -> None:
     """Every k-th step, heads in turn; rows are sampled, each over all its keys."""
     module = nn.MultiheadAttention(16, 4, batch_first=True)
     x = torch.randn(1, 60, 16)
-    with Recorder(module, tmp_path / "r.jsonl", every=3, heads=2, tokens=20, budget=None, first_step=7) as recorder:
+    with Recorder(
+        module, tmp_path / "r.jsonl", every=3, heads=2, tokens=20, max_overhead=None, first_step=7
+    ) as recorder:
         for _ in range(10):
             module(x, x, x)
             recorder.step()
@@ -290,10 +292,10 @@ def test_sampling(tmp_path: Path) -> None:
         assert 0 < r["gap"] < 1
 
 
-def test_budget_makes_a_step_wait(tmp_path: Path) -> None:
+def test_a_step_that_takes_too_long_waits(tmp_path: Path) -> None:
     module = nn.MultiheadAttention(16, 4, batch_first=True)
     x = torch.randn(1, 60, 16)
-    with Recorder(module, tmp_path / "r.jsonl", every=1, budget=0.2) as recorder:
+    with Recorder(module, tmp_path / "r.jsonl", every=1, max_overhead=0.2) as recorder:
         start = time.perf_counter()
         for _ in range(40):
             module(x, x, x)
@@ -301,7 +303,7 @@ def test_budget_makes_a_step_wait(tmp_path: Path) -> None:
             recorder.step()
         elapsed = time.perf_counter() - start
         steps = {r["step"] for r in recorder.table()}
-        longest = 0.1  # one record more than the budget had room for
+        longest = 0.1  # one record more than the share allows
         assert recorder.seconds <= 0.2 * elapsed + longest
     assert 0 in steps
     assert 1 < len(steps) < 40
@@ -313,7 +315,7 @@ def test_crash_loses_at_most_the_last_record(tmp_path: Path) -> None:
     x = torch.randn(1, 5, 16)
 
     def run(first_step: int) -> None:
-        with Recorder(module, path, every=1, budget=None, first_step=first_step) as recorder:
+        with Recorder(module, path, every=1, max_overhead=None, first_step=first_step) as recorder:
             for _ in range(2):
                 module(x, x, x)
                 recorder.step()
@@ -367,7 +369,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Linear has no attention"):
         Recorder(nn.Linear(2, 2), tmp_path / "r.jsonl")
     module = nn.MultiheadAttention(16, 2)
-    for settings in ({"every": 0}, {"heads": -1}, {"tokens": 1.5}, {"budget": 0.0}):
+    for settings in ({"every": 0}, {"heads": -1}, {"tokens": 1.5}, {"max_overhead": 0.0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             Recorder(module, tmp_path / "r.jsonl", **settings)  # type: ignore[arg-type]
 
@@ -407,7 +409,7 @@ def test_copy_and_pickle_while_open(name: str, recorders: int, tmp_path: Path) -
         return output if isinstance(output, Tensor) else output.last_hidden_state
 
     expected = run(model)
-    opened = [Recorder(model, tmp_path / f"{i}.jsonl", budget=None) for i in range(recorders)]
+    opened = [Recorder(model, tmp_path / f"{i}.jsonl", max_overhead=None) for i in range(recorders)]
     duplicate = copy.deepcopy(model)
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
@@ -448,7 +450,7 @@ def test_hugging_face_attention_that_asks_for_more_is_not_recorded(name: str, tm
     model = hugging_face("bert")
     attention = model.encoder.layer[0].attention.self
     x = torch.randn(1, 4, 5, 8)
-    with Recorder(model, tmp_path / "r.jsonl", every=1, budget=None) as recorder:
+    with Recorder(model, tmp_path / "r.jsonl", every=1, max_overhead=None) as recorder:
         attend = ALL_ATTENTION_FUNCTIONS.get_interface("eager", values_alone)
         with pytest.warns(UserWarning, match=rf"not recorded: it uses .* \({name}\)"):
             attend(attention, x, x, x, None, **{name: torch.tensor(30.0)})
@@ -460,7 +462,7 @@ def test_hugging_face_attention_that_asks_for_more_is_not_recorded(name: str, tm
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_model_without_attention_is_warned_of_once(tmp_path: Path) -> None:
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model("deberta-v2", **SIZES, vocab_size=90))
-    with Recorder(model, tmp_path / "r.jsonl", every=2, budget=None) as recorder:
+    with Recorder(model, tmp_path / "r.jsonl", every=2, max_overhead=None) as recorder:
         model(torch.randint(3, 90, (1, 6)))
         with pytest.warns(UserWarning, match="no attention of DebertaV2Model was recorded"):
             assert recorder.step() == []

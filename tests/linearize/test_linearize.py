@@ -34,7 +34,7 @@ def test_an_encoder_keeps_what_it_does(make, tokenizer, texts, quick, attention)
     if attention in ("hedgehog", "elu"):  # not calibrated
         assert kept["distil"] > kept["calibrate"]
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())  # is left as it was
-    assert {type(x.mechanism).record.name for x in converted_modules(result.model).values()} == {attention}
+    assert {type(x.mechanism).description.name for x in converted_modules(result.model).values()} == {attention}
 
 
 @pytest.mark.parametrize(("attention", "causal"), [("lln", True), ("hedgehog", False)])

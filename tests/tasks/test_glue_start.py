@@ -120,7 +120,7 @@ def test_starts_from_the_weights_of_the_folder(softmax, linear):
             state, weights = model.bert.state_dict(), load_file(folder / "model.safetensors")
             assert weights.keys() <= state.keys()
             assert all(torch.equal(x, state[name]) for name, x in weights.items())
-            assert {type(x.mechanism).record.name for x in converted_modules(model).values()} == {"lln_diag"}
+            assert {type(x.mechanism).description.name for x in converted_modules(model).values()} == {"lln_diag"}
         assert model.classifier.out_features == 3
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,27 +35,28 @@ def compare_attention(
     seed: int = 0,
     done: Sequence[Row] = (),
     device: str = "cpu",
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[Row]:
     """A row for each pass, length and mechanism; all mechanisms of a length are timed in the same rounds.
 
     `ratio` is the first mechanism's time over a row's own. A mechanism that cannot run, would not fit into memory or
     would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, as far as its growth
     tells, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are left out.
+    `options` are those of `lln.zoo`; each mechanism gets the ones that it has.
     """
-    setting = Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal, device=device)
-    for name in mechanisms:
-        candidates.check_name(name)
-    known = list(done)
+    setting = Setting(heads, head_dim, dtype, causal, device, options or {})
+    candidates.check_names(mechanisms, setting)
+    measured = list(done)
     for pass_ in passes:
         for tokens in sorted(lengths):
-            here = {row["mechanism"] for row in known if (row["pass"], row["tokens"]) == (pass_, tokens)}
+            here = {row["mechanism"] for row in measured if (row["pass"], row["tokens"]) == (pass_, tokens)}
             if here >= set(mechanisms):
                 continue
             torch.manual_seed(seed)
             for row in _compare_at(
-                tokens, pass_, mechanisms, setting, seconds=seconds, max_seconds=max_seconds, known=known
+                tokens, pass_, mechanisms, setting, seconds=seconds, max_seconds=max_seconds, measured=measured
             ):
-                known.append(row)
+                measured.append(row)
                 yield row
 
 
@@ -73,14 +74,16 @@ def _compare_at(
     *,
     seconds: float,
     max_seconds: float,
-    known: Sequence[Row],
+    measured: Sequence[Row],
 ) -> Iterator[Row]:
     backward = pass_ == PASSES[1]
     inputs = candidates.random_inputs(setting, tokens)
     calls: dict[str, Call] = {}
     skipped: dict[str, Row] = {}
     for name in mechanisms:
-        before = [row for row in known if (row["pass"], row["mechanism"]) == (pass_, name) and row["tokens"] < tokens]
+        before = [
+            row for row in measured if (row["pass"], row["mechanism"]) == (pass_, name) and row["tokens"] < tokens
+        ]
         reason = _reason_to_skip(name, setting, tokens, before, backward=backward, max_seconds=max_seconds)
         if reason is not None:
             skipped[name] = reason

@@ -6,22 +6,24 @@ else the zoo's; `origin` says which. Every name that is not in `MECHANISMS` is l
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lln.bench.paper import paper_attention
-from lln.bench.peak import Call, attention_call, random_heads
+from lln.bench.peak import SMALL, Call, attention_call, random_heads
 from lln.functional import lln_attention, lln_diag_attention
 from lln.zoo import build, describe, names
 from lln.zoo.nystrom import LANDMARKS
+from lln.zoo.registry import check_options, option_parameters
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
@@ -35,6 +37,7 @@ class Setting:
     dtype: str = "float32"
     causal: bool = False
     device: str = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the zoo, for the mechanisms that have them
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -89,10 +92,27 @@ def quadratic(name: str) -> bool:
     return name == "softmax_explicit" or (name in names() and not describe(name).linear)
 
 
-def check_name(name: str) -> None:
-    known = dict.fromkeys((*MECHANISMS, *GPU_MECHANISMS, *names()))
-    if name not in known:
-        raise ValueError(f"no candidate is called {name!r}; there are: {', '.join(known)}")
+def check_names(mechanisms: Sequence[str], setting: Setting) -> None:
+    """Refuse names that no candidate has, options that none of the mechanisms has, and values that they refuse."""
+    candidates = dict.fromkeys((*MECHANISMS, *GPU_MECHANISMS, *names()))
+    for name in mechanisms:
+        if name not in candidates:
+            raise ValueError(f"no candidate is called {name!r}; there are: {', '.join(candidates)}")
+    for option in setting.options:
+        if not any(option in options_of(name, setting) for name in mechanisms):
+            raise ValueError(f"none of {', '.join(mechanisms)} has an option {option}; `lln zoo NAME` lists options")
+    for name in mechanisms:
+        if options := options_of(name, setting):
+            check_options(name, options)
+            build(name, num_heads=setting.heads, head_dim=setting.head_dim, max_len=SMALL, **options)
+
+
+def options_of(name: str, setting: Setting) -> dict[str, Any]:
+    """The options of a setting that a mechanism has; a candidate that is not in the zoo has none."""
+    if name not in names():
+        return {}
+    known = option_parameters(name)
+    return {option: value for option, value in setting.options.items() if option in known}
 
 
 def matrix_bytes(name: str, setting: Setting, tokens: int, *, backward: bool) -> int:
@@ -131,14 +151,14 @@ class OwnInputs:
 
 
 def _attention(name: str, setting: Setting, tokens: int) -> Callable[..., Tensor]:
-    causal = setting.causal
+    causal, options = setting.causal, options_of(name, setting)
     if name == "softmax":
         return partial(scaled_dot_product_attention, is_causal=causal)
     if name == "softmax_explicit":
         return partial(_explicit_softmax, is_causal=causal)
-    if name == "lln":
+    if name == "lln" and not options:
         return partial(lln_attention, is_causal=causal)
-    if name == "lln_diag":
+    if name == "lln_diag" and not options:
         return partial(lln_diag_attention, is_causal=causal)
     if name == "lln_torch":
         return partial(_plain_lln, is_causal=causal)
@@ -155,7 +175,7 @@ def _attention(name: str, setting: Setting, tokens: int) -> Callable[..., Tensor
         return paper_attention
     if _package(name, setting) == "performer-pytorch":
         return _performer_package(setting)
-    module = build(name, num_heads=setting.heads, head_dim=setting.head_dim, max_len=tokens).eval()
+    module = build(name, num_heads=setting.heads, head_dim=setting.head_dim, max_len=tokens, **options).eval()
     if causal and not describe(name).causal:
         raise CannotRunError("it has no causal form")
     return partial(module.to(setting.device, DTYPES[setting.dtype]), is_causal=causal)
@@ -259,7 +279,11 @@ def _package(name: str, setting: Setting) -> str | None:
     """The package whose code is taken for a name, if any."""
     packages = {"performer": "performer-pytorch", "nystrom": "nystrom-attention", "fla": "flash-linear-attention"}
     package = packages.get(name)
-    if package is None or (name == "nystrom" and setting.dtype not in ("float32", "float64")):
+    if (
+        package is None
+        or options_of(name, setting)
+        or (name == "nystrom" and setting.dtype not in ("float32", "float64"))
+    ):
         return None  # nystrom-attention has a float32 identity matrix inside
     try:
         version(package)

@@ -60,15 +60,17 @@ def compare_training(
     for name in mechanisms:
         if name not in MECHANISMS:
             raise ValueError(f"no attention of this comparison is called {name!r}; there are: {', '.join(MECHANISMS)}")
-    known = list(done)
+    measured = list(done)
     for tokens in sorted(lengths):
-        if {row["mechanism"] for row in known if row["tokens"] == tokens} >= set(mechanisms):
+        if {row["mechanism"] for row in measured if row["tokens"] == tokens} >= set(mechanisms):
             continue
         skipped = {
             name: reason
             for name in mechanisms
             if (
-                reason := _reason_to_skip(name, tokens, [row for row in known if row["mechanism"] == name], max_seconds)
+                reason := _reason_to_skip(
+                    name, tokens, [row for row in measured if row["mechanism"] == name], max_seconds
+                )
             )
         }
         steps: dict[str, list[tuple[float, int]]] = {name: [] for name in mechanisms if name not in skipped}
@@ -85,7 +87,7 @@ def compare_training(
                     skipped[name] = {"skipped": "did not fit into memory"}
         for name in mechanisms:
             row: Row = {"tokens": tokens, "mechanism": name} | (skipped.get(name) or _measured(steps[name]))
-            known.append(row)
+            measured.append(row)
             yield row
 
 

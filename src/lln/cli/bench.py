@@ -4,21 +4,20 @@ Every command measures, prints tables, and writes a result file if asked.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lln.cli.options import Json, Options, Seed, bench_command, names, numbers
+from lln.cli.measurements import finish, measure_rows, start_recording, warn_of_noise
+from lln.cli.options import Json, Options, Seed, names, numbers
+from lln.tasks.config import parse_options
 from lln.terminal import Progress, errors, print_table, print_tables
 
 if TYPE_CHECKING:
-    from lln.bench.recording import Recording
-    from lln.report.goals import Goal
     from lln.report.table import Table
-    from lln.results import Result, Row
 
 app = typer.Typer(help="Speed and memory on this machine.", no_args_is_help=True)
 
@@ -46,6 +45,10 @@ def attention(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     causal: Annotated[bool, typer.Option("--causal", help="A token sees those before it alone.")] = False,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="No gradients.")] = False,
+    option: Annotated[
+        list[str],
+        typer.Option(help="Option of the mechanisms that have it, as block_size=64; may be given several times."),
+    ] = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Measure each length about this long.")] = 4.0,
     max_seconds: MaxSeconds = 10.0,
@@ -62,38 +65,35 @@ def attention(
     from lln.report.speed import attention_tables
     from lln.report.speed_pictures import draw_attention
 
-    setting = candidates.Setting(heads=heads, head_dim=head_dim, dtype=dtype, causal=causal, device=device)
+    setting = candidates.Setting(heads, head_dim, dtype, causal, device, parse_options(option))
     on_gpu = device == "cuda"
     compared = candidates.GPU_MECHANISMS if on_gpu else candidates.MECHANISMS
     tokens, chosen = numbers("--lengths", lengths, LENGTHS), names("--mechanisms", mechanisms, compared)
-    for name in chosen:
-        candidates.check_name(name)
+    candidates.check_names(chosen, setting)
     passes = PASSES[:1] if forward_only else PASSES
     origins = {name: candidates.origin(name, setting) for name in chosen}
-    described = {name: x for name, x in asdict(setting).items() if (name, x) != ("device", "cpu")}
+    left_out = {"device": "cpu", "options": {}}  # as in results that were recorded before these were settings
+    described = {name: x for name, x in asdict(setting).items() if name not in left_out or x != left_out[name]}
     described |= candidates.gpu_name() if on_gpu else {}
     described |= {"origins": origins, "seconds": seconds, "max_seconds": max_seconds}
     run = f"attention-{dtype}{'-causal' if causal else ''}{'-cuda' if on_gpu else ''}"
-    recording = _recording(context, out, run, described, seed, fresh, kernel_in_use(setting))
+    run = "-".join((run, *(f"{name}={value}" for name, value in setting.options.items())))
+    recording = start_recording(context, out, run, described, seed, fresh, kernel_in_use(setting))
     if goals:
         check((), recording.result)  # refuses another setting before anything is measured
     recording.drop_incomplete(chosen, "pass", "tokens")
     rows = compare_attention(
         tokens,
         chosen,
-        heads=heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
+        **asdict(setting),
         passes=passes,
         seconds=seconds,
         max_seconds=max_seconds,
         seed=seed,
         done=recording.rows,
-        device=device,
     )
-    _measure(recording, rows, total=len(tokens) * len(chosen) * len(passes))
-    _finish(recording, attention_tables, draw_attention, json, ATTENTION_GOALS if goals else ())
+    measure_rows(recording, rows, total=len(tokens) * len(chosen) * len(passes))
+    finish(recording, attention_tables, draw_attention, json, ATTENTION_GOALS if goals else ())
 
 
 @app.command("model")
@@ -118,12 +118,12 @@ def model(
 
     tokens, chosen = numbers("--lengths", lengths, LENGTHS), names("--mechanisms", mechanisms, MECHANISMS)
     described = asdict(ROBERTA_BASE) | {"seconds": seconds, "max_seconds": max_seconds}
-    recording = _recording(context, out, table2.RUN, described, seed, fresh, kernel_in_use(Setting()))
+    recording = start_recording(context, out, table2.RUN, described, seed, fresh, kernel_in_use(Setting()))
     recording.drop_incomplete(chosen, "tokens")
     limits: dict[str, Any] = {"seconds": seconds, "max_seconds": max_seconds}
     rows = compare_training(tokens, chosen, setting=ROBERTA_BASE, seed=seed, done=recording.rows, **limits)
-    _measure(recording, rows, total=len(tokens) * len(chosen))
-    _finish(recording, table2.parts, table2.draw, json)
+    measure_rows(recording, rows, total=len(tokens) * len(chosen))
+    finish(recording, table2.parts, table2.draw, json)
 
 
 @app.command("decode")
@@ -165,19 +165,19 @@ def decode(
     tokens = numbers("--lengths", lengths, CONTEXTS)
     sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim}
     described = sizes | {"dtype": "float32", "seconds": seconds}
-    recording = _recording(context, out, "decode", described, seed, fresh, kernel_in_use(Setting(**sizes)))
+    recording = start_recording(context, out, "decode", described, seed, fresh, kernel_in_use(Setting(**sizes)))
     if goals:
         check((), recording.result)
     if {row["tokens"] for row in recording.rows} >= set(tokens):
         errors.print(f"{out} already has all of this; --fresh measures it anew.")
     else:  # all contexts are timed in the same rounds, so nothing of an earlier run can be kept
         recording.drop(recording.rows)
-        _warn_of_noise(recording)
+        warn_of_noise(recording)
         with Progress("decode", steps(tokens)) as bar:
             rows = list(compare_decoding(tokens, seconds=seconds, seed=seed, on_step=bar.advance, **sizes))
         for row in rows:
             recording.add(row)
-    _finish(recording, decode_tables, draw_decode, json, DECODE_GOALS if goals else ())
+    finish(recording, decode_tables, draw_decode, json, DECODE_GOALS if goals else ())
 
 
 @app.command("kernels")
@@ -258,10 +258,10 @@ def forms(
     comparison = Comparison(model, _read_text("text", text), calibration=other, loss=loss, seed=seed, **described)
     name = Path(model).name
     described |= {"model": name, "layers": len(comparison.layers), "notes": comparison.notes}
-    recording = _recording(context, out, name, described, seed, True, None)
+    recording = start_recording(context, out, name, described, seed, True, None)
     with Progress("forms", comparison.steps) as bar:
         recording.rows += comparison.run(bar.advance)
-    _finish(recording, forms_tables, None, json)
+    finish(recording, forms_tables, None, json)
 
 
 @app.command("spine")
@@ -284,12 +284,12 @@ def spine(
 
     chosen, tokens = names("--parts", parts, PARTS), numbers("--lengths", lengths, LENGTHS)
     settings = {"parts": chosen, "lengths": tokens, "seconds": seconds}
-    recording = _recording(context, out, "spine", settings, seed, True, kernel_in_use(Setting()))
+    recording = start_recording(context, out, "spine", settings, seed, True, kernel_in_use(Setting()))
     total = number_of_rows(chosen, tokens, before=before is not None, model=model is not None)
     folder = None if model is None else str(model)
     rows = compare_spine(chosen, tokens, before=before, model=folder, seconds=seconds, seed=seed)
-    _measure(recording, rows, total=total)
-    _finish(recording, ratio_tables, None, json)
+    measure_rows(recording, rows, total=total)
+    finish(recording, ratio_tables, None, json)
 
 
 @app.command("distributed")
@@ -313,8 +313,8 @@ def distributed(
     from lln.report.distributed import distributed_tables
 
     settings = {"heads": heads, "head_dim": head_dim}
-    recording = _recording(context, out, "distributed", settings, 0, fresh, None)
-    _warn_of_noise(recording)
+    recording = start_recording(context, out, "distributed", settings, 0, fresh, None)
+    warn_of_noise(recording)
     todo = jobs(networks=networks, million=million, heads=heads, head_dim=head_dim)
     with Progress("distributed", len(todo)) as bar:
         for network, processes, arguments in todo:
@@ -322,7 +322,7 @@ def distributed(
                 for row in measure(network, processes, **arguments):
                     recording.add(row)
             bar.advance()
-    _finish(recording, distributed_tables, None, json)
+    finish(recording, distributed_tables, None, json)
 
 
 @app.command("lra")
@@ -344,27 +344,12 @@ def lra(
 
     chosen, compared = names("--tasks", tasks, tuple(TASKS)), names("--methods", methods, METHODS)
     described = {"tasks": chosen, "methods": compared, "seconds": seconds}
-    recording = _recording(context, out, table4.RUN, described, seed, fresh, None)
+    recording = start_recording(context, out, table4.RUN, described, seed, fresh, None)
     left = [task for task in chosen if sum(row["task"] == task for row in recording.rows) < len(compared)]
     recording.drop([row for row in recording.rows if row["task"] in left])
     rows = compare(left, compared, seconds=seconds, seed=seed)
-    _measure(recording, rows, total=len(chosen) * len(compared))
-    _finish(recording, lra_tables, None, json)
-
-
-def _recording(
-    context: typer.Context,
-    out: Path | None,
-    run: str,
-    settings: dict[str, Any],
-    seed: int,
-    fresh: bool,
-    kernel: dict[str, str | None] | None,
-) -> "Recording":
-    from lln.bench.recording import Recording
-
-    command = bench_command(context, "out", "json", "fresh", "goals")
-    return Recording(out, run, command=command, settings=settings, seed=seed, kernel=kernel, fresh=fresh)
+    measure_rows(recording, rows, total=len(chosen) * len(compared))
+    finish(recording, lra_tables, None, json)
 
 
 def _read_text(option: str, path: Path) -> str:
@@ -378,7 +363,6 @@ def _decode_model(
 ) -> "Table":
     from lln.bench.generation import CONTEXTS, compare_generation
     from lln.report.table import Table
-    from lln.tasks.config import parse_options
 
     tokens = numbers("--lengths", lengths, CONTEXTS)
     given: dict[str, Any] = {"attention": attention, "options": parse_options(options)}
@@ -394,44 +378,3 @@ def _decode_model(
         for row in rows
     ]
     return Table(f"One more token, {folder}", ["context, attention", "ms a token", "quartiles", "of softmax"], cells)
-
-
-def _measure(recording: "Recording", rows: Iterable["Row"], *, total: int) -> None:
-    """Put rows into the recording as they come."""
-    if len(recording.rows) >= total:
-        errors.print(f"{recording.path} already has all of this; --fresh measures it anew.")
-        return
-    _warn_of_noise(recording)
-    with Progress(recording.result.run, total, completed=len(recording.rows)) as bar:
-        for row in rows:
-            recording.add(row)
-            bar.advance()
-
-
-def _warn_of_noise(recording: "Recording") -> None:
-    if not recording.noise["quiet"]:
-        errors.print(
-            f"Others keep {recording.noise['busy_processors']:g} processors busy (load average "
-            f"{recording.noise['load_average']:g}): times will be too long, and ratios uncertain.",
-            style="yellow",
-            soft_wrap=False,
-        )
-
-
-def _finish(
-    recording: "Recording",
-    tables: Callable[["Result"], Sequence["Table"]],
-    draw: Callable[["Result", Path], tuple[Path, ...]] | None,
-    json: bool,
-    goals: Sequence["Goal"] = (),
-) -> None:
-    """Print the tables, write the result file, draw the pictures, and say which goals are met."""
-    from lln.report.goals import check, goals_table
-
-    print_tables(tables(recording.result), as_json=json)
-    if goals:
-        print_table(goals_table(check(goals, recording.result)), as_json=json)
-    if recording.path is not None:
-        recording.write()
-        drawn = () if draw is None else draw(recording.result, recording.path.parent)
-        errors.print("Written: " + ", ".join(map(str, (recording.path, *drawn))))

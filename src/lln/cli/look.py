@@ -82,6 +82,7 @@ def zoo(
 ) -> None:
     """The mechanisms that can be built by name, and what each of them can do."""
     from lln.report.table import Table
+    from lln.zoo.registry import option_parameters
     from lln.zoo.table import table as descriptions
 
     rows = {row["name"].strip("`"): row for row in descriptions()}
@@ -93,7 +94,8 @@ def zoo(
         ]
         shown = Table("Mechanisms", ["name", *columns, "learned"], cells)
     elif name in rows:
-        shown = Table(name, ["", name], [[key, value] for key, value in rows[name].items()])
+        options = "; ".join(map(str, option_parameters(name).values())) or "none"
+        shown = Table(name, ["", name], [[key, value] for key, value in (rows[name] | {"options": options}).items()])
     else:
         raise ValueError(f"no mechanism is called {name!r}; there are: {', '.join(rows)}")
     print_table(shown, as_json=json)

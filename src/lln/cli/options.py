@@ -84,7 +84,7 @@ def settings_parameters(settings: type[Settings]) -> list[inspect.Parameter]:
         *found,
         flag("out", Path | None, None, "The run folder; left out, one in runs/."),
         flag("data_dir", Path | None, None, "Folder with data; left out, the environment variable LLN_DATA."),
-        flag("quiet", bool, False, "Say nothing.", "--quiet"),
+        flag("quiet", bool, False, "Print nothing.", "--quiet"),
     ]
 
 

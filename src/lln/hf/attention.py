@@ -232,9 +232,9 @@ def _mechanism(name: str, module: nn.Module) -> zoo.Mechanism | None:
     """What `lln.hf.convert` gave the module, or None if the model has its attention by name alone."""
     mechanism = getattr(module, "mechanism", None)
     if isinstance(mechanism, zoo.Mechanism):
-        if implementation(mechanism.record.name) != name:
+        if implementation(mechanism.description.name) != name:
             raise ValueError(
-                f"the model was converted to {mechanism.record.name} and then set to {name!r} by name; use "
+                f"the model was converted to {mechanism.description.name} and then set to {name!r} by name; use "
                 f"lln.hf.convert(model, {name!r}), which also takes options"
             )
         return mechanism
@@ -268,8 +268,8 @@ def _check_lengths(name: str, module: nn.Module, query: Tensor, key: Tensor, kee
         )
     if causal:
         raise ValueError("this mechanism keeps no state, so it cannot continue from a cache: pass use_cache=False")
-    record = zoo.describe(name) if mechanism is None else mechanism.record
-    if keep is not None or not record.cross:  # a mask of keys does not say which queries are padding
+    description = zoo.describe(name) if mechanism is None else mechanism.description
+    if keep is not None or not description.cross:  # a mask of keys does not say which queries are padding
         raise ValueError(
             f"{type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys, and as many of both are "
             'needed; pass use_cache=False if there is a cache, or go back with lln.hf.convert(model, "softmax")'

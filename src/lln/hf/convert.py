@@ -63,12 +63,12 @@ def convert(
             model.get_correct_attn_implementation(None) if attention == "softmax" else attention
         )
         return model
-    record = zoo.describe(attention)
+    description = zoo.describe(attention)
     _check_model(model, modules)
     elsewhere = {name for name, module in modules.items() if _is_cross_attention(name, module)}
     mechanisms, causal = {}, {}
     for name in [name for name in modules if name not in elsewhere]:
-        causal[name] = _check_module(model, name, modules[name], record)
+        causal[name] = _check_module(model, name, modules[name], description)
         mechanisms[name] = _build(model, modules[name], attention, causal[name], max_len, options)
     if not mechanisms:
         raise ValueError(
@@ -135,7 +135,7 @@ def _check_model(model: PreTrainedModel, modules: dict[str, Any]) -> None:
         )
 
 
-def _check_module(model: PreTrainedModel, name: str, module: Any, record: zoo.Description) -> bool:
+def _check_module(model: PreTrainedModel, name: str, module: Any, description: zoo.Description) -> bool:
     """Refuse at once what would be refused when the module runs. Returns whether the module is causal."""
     calls, masks = source.attention_calls(module), source.masks(_around(model, name))
     causal = _is_causal(module, calls, masks)
@@ -143,10 +143,10 @@ def _check_module(model: PreTrainedModel, name: str, module: Any, record: zoo.De
         _refused_setting(module.config)
         or _refused_argument(module, calls)
         or _refused_mask(module, calls, masks)
-        or _refused_by_mechanism(module, calls, causal, record)
+        or _refused_by_mechanism(module, calls, causal, description)
     )
     if reason is not None:
-        raise ValueError(f"{name} cannot be {record.name}: it {reason}")
+        raise ValueError(f"{name} cannot be {description.name}: it {reason}")
     return bool(causal)
 
 
@@ -195,14 +195,14 @@ def _refused_mask(module: Any, calls: list[dict[str, ast.expr]], masks: source.M
 
 
 def _refused_by_mechanism(
-    module: Any, calls: list[dict[str, ast.expr]], causal: bool | None, record: zoo.Description
+    module: Any, calls: list[dict[str, ast.expr]], causal: bool | None, description: zoo.Description
 ) -> str | None:
     if causal is None:
         return "does not say whether it is causal"
-    if causal and not record.causal:
-        return f"is causal, which {record.name} cannot be; these can: {_with('causal')}"
-    if getattr(module, "sequence_reduction_ratio", 1) > 1 and not record.cross:
-        return f"has fewer keys than queries, which {record.name} cannot have; these can: {_with('cross')}"
+    if causal and not description.causal:
+        return f"is causal, which {description.name} cannot be; these can: {_with('causal')}"
+    if getattr(module, "sequence_reduction_ratio", 1) > 1 and not description.cross:
+        return f"has fewer keys than queries, which {description.name} cannot have; these can: {_with('cross')}"
     if causal and (len(calls) > 1 or source.cache_places(module) - {"self.layer_idx"}):
         return "keeps more in a cache than one sequence of keys and values"
     return None

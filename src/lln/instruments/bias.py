@@ -1,4 +1,4 @@
-"""What separates biased from unbiased concentration (section 3.2.2): a budget of bits.
+"""What separates biased from unbiased concentration (section 3.2.2): the parts of the entropy deficit.
 
 Rows can be concentrated in two ways. Either all of them look at the same few columns (biased: the output hardly depends
 on the query, and the spectral gap is large although entropy is low), or each looks at columns of its own (unbiased).
@@ -41,21 +41,21 @@ def bias(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options
     """How far the matrix leans to particular columns, in bits: KL(p̄ || u) of the mean row p̄ from the uniform one.
 
     0 when every key gets the same attention in total (uniform, identity, any permutation), log2 M when all rows look at
-    one key. It is the biased part of the entropy deficit; `concentration` gives the whole budget.
+    one key. It is the biased part of the entropy deficit; `concentration` gives all parts.
     Input and result as in `entropy`.
     """
     return concentration(attention, key, **options).biased
 
 
 def concentration(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options]) -> Concentration:
-    """The budget of bits: what uniform attention would have, what is left, and where the rest went.
+    """The entropy of uniform attention, the entropy of this one, and the two parts of their difference, in bits.
 
     Input as in `entropy`.
     """
-    return Concentration(*measure(budget, attention, key, options, fields=4).unbind(dim=-1))
+    return Concentration(*measure(entropy_parts, attention, key, options, fields=4).unbind(dim=-1))
 
 
-def budget(rows: Rows) -> Tensor:
+def entropy_parts(rows: Rows) -> Tensor:
     """limit, entropy, biased and unbiased of each head, (G, 4)."""
     zeros = torch.zeros(rows.heads, rows.num_columns, dtype=torch.float64, device=rows.index.device)
     received, expected = zeros, zeros[:1]

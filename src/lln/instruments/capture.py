@@ -1,7 +1,7 @@
 """Query and key of a running attention: read from the arguments of our modules, of torch's and of Hugging Face's.
 
 Each reader takes the module and the arguments of its call, and copies one sample and a few heads. A reader that cannot
-make sense of its arguments raises `UnreadableError`, in words for a warning.
+make sense of its arguments raises `UnreadableError`, with the text of a warning.
 
 Shapes: B batch, H heads, N queries, M keys, D features, E width of the model; h chosen heads.
 """
@@ -225,7 +225,7 @@ def from_hugging_face(
     else:
         query, key, attention_mask = _unpacked(query, key, attention_mask, rest)
         read = mechanism.recorded_options(query, key) if isinstance(mechanism, Mechanism) else None
-        kind = read["kind"] if read else mechanism.record.name if mechanism else implementation
+        kind = read["kind"] if read else mechanism.description.name if mechanism else implementation
     if kind not in KINDS:
         raise UnreadableError(f"attention implementation {kind!r} is neither softmax nor one of {', '.join(KINDS)}")
     for name, what in HF_UNREAD.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lln.instruments.bias import budget
+from lln.instruments.bias import entropy_parts
 from lln.instruments.capture import Capture
 from lln.instruments.records import Record, clean
 from lln.instruments.rows import LLNRows, MatrixRows, Rows, SoftmaxRows
@@ -26,7 +26,7 @@ def measure_heads(capture: Capture, tokens: int, chance: random.Random) -> list[
     columns: dict[str, list[Tensor]] = {name: [] for name in ("limit", *SCALARS)}
     for rows in pieces:
         _sample_rows(rows, tokens, chance)
-        limit, entropy, biased, _ = budget(rows).unbind(dim=-1)
+        limit, entropy, biased, _ = entropy_parts(rows).unbind(dim=-1)
         columns["limit"].append(limit)
         columns["entropy"].append(entropy)
         columns["bias"].append(biased)

@@ -38,11 +38,11 @@ class Recorder:
     gap is for cross attention and where a sampled row has no weight among the sampled tokens, and all are where query
     or key is not finite.
 
-    Outputs, gradients and the state of random numbers stay bit-identical. `budget` is the share of time that recording
-    may take: a step that is due waits until the time spent is below it, None switches that off. The first step is
-    always recorded. `path` gets JSON lines, flushed to disk with every recorded step (an existing file is continued),
-    `tensorboard` is a folder for its scalars. With several processes, attach in one of them. Modules that torch.compile
-    has compiled are not recorded: record the model before it is compiled.
+    Outputs, gradients and the state of random numbers stay bit-identical. `max_overhead` is the share of time that
+    recording may take: a step that is due waits until the time spent is below it, None switches that off. The first
+    step is always recorded. `path` gets JSON lines, flushed to disk with every recorded step (an existing file is
+    continued), `tensorboard` is a folder for its scalars. With several processes, attach in one of them. Modules that
+    torch.compile has compiled are not recorded: record the model before it is compiled.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Recorder:
         every: int = 100,
         heads: int | None = 4,
         tokens: int = 512,
-        budget: float | None = 0.05,
+        max_overhead: float | None = 0.05,
         first_step: int = 0,
         seed: int = 0,
         tensorboard: str | os.PathLike[str] | None = None,
@@ -61,14 +61,16 @@ class Recorder:
         for name, value in (("every", every), ("heads", heads), ("tokens", tokens)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if budget is not None and not 0 < budget <= 1:
-            raise ValueError(f"budget is a share of the time, above 0 and up to 1, or None; got {budget!r}")
+        if max_overhead is not None and not 0 < max_overhead <= 1:
+            raise ValueError(
+                f"max_overhead must be a share of the time, above 0 and up to 1, or None; got {max_overhead!r}"
+            )
         if not attentions(model) and not hugging_face_models(model):
             raise ValueError(
                 f"{type(model).__name__} has no attention that can be recorded: lln's modules, "
                 "torch.nn.MultiheadAttention or a transformers model"
             )
-        self.every, self.heads, self.tokens, self.budget = every, heads, tokens, budget
+        self.every, self.heads, self.tokens, self.max_overhead = every, heads, tokens, max_overhead
         self.current_step = first_step
         self.seconds = 0.0  # what recording has taken so far
         self._model = model
@@ -136,10 +138,10 @@ class Recorder:
         self.close()
 
     def _prepare(self) -> None:
-        """Listen to the step that comes, if it is due and affordable."""
+        """Capture the next step, if it is due and recording has not taken too long."""
         self._due = self._due or self.current_step % self.every == 0
         elapsed = time.perf_counter() - self._began
-        if self._due and (self.budget is None or self.seconds <= self.budget * elapsed):
+        if self._due and (self.max_overhead is None or self.seconds <= self.max_overhead * elapsed):
             self._tap = Tap(self._model, self._choose)
 
     def _choose(self, batch: int, heads: int) -> tuple[int, list[int]]:

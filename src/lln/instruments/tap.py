@@ -30,13 +30,13 @@ Reader = Callable[..., Capture]
 class _Watched:
     """A module's forward that is seen first. In a copy or a pickle of the module it becomes the module's own again."""
 
-    def __init__(self, module: nn.Module, see: Callable[..., None]) -> None:
-        self.module, self.see = module, see
+    def __init__(self, module: nn.Module, observe: Callable[..., None]) -> None:
+        self.module, self.observe = module, observe
         self.previous, self.forward = module.__dict__.get("forward"), module.forward
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.see(self.module, *args, **kwargs)
+        self.observe(self.module, *args, **kwargs)
         return self.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -79,8 +79,7 @@ class Tap(AbstractContextManager["Tap"]):
             self._wrap(name, module, reader)
         if "transformers.modeling_utils" in sys.modules:
             names = {id(module): name for name, module in model.named_modules()}
-            hear = _listen(names, self._see)
-            self._stack.callback(_forget, hear)
+            self._stack.callback(_remove_listener, _add_listener(names, self._capture))
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -90,9 +89,9 @@ class Tap(AbstractContextManager["Tap"]):
         self._stack.close()
 
     def _wrap(self, name: str, module: nn.Module, reader: Reader) -> None:
-        self._stack.callback(_Watched(module, partial(self._see, name, reader)).restore)
+        self._stack.callback(_Watched(module, partial(self._capture, name, reader)).restore)
 
-    def _see(self, name: str, reader: Reader, *args: Any, **kwargs: Any) -> None:
+    def _capture(self, name: str, reader: Reader, *args: Any, **kwargs: Any) -> None:
         self.calls[name] += 1
         if name in self.captures or name in self.refused:  # gradient checkpointing and accumulation call again
             return
@@ -140,8 +139,8 @@ def hugging_face_models(model: nn.Module) -> list[str]:
 _listeners: list[tuple[dict[int, str], Callable[..., None]]] = []
 
 
-def _listen(names: dict[int, str], see: Callable[..., None]) -> tuple[dict[int, str], Callable[..., None]]:
-    """Hear every call of an attention function by a module in `names`, until `_forget`."""
+def _add_listener(names: dict[int, str], observe: Callable[..., None]) -> tuple[dict[int, str], Callable[..., None]]:
+    """Call `observe` with every call of an attention function by a module in `names`, until `_remove_listener`."""
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     if not _listeners:
         find = functions.get_interface
@@ -151,20 +150,20 @@ def _listen(names: dict[int, str], see: Callable[..., None]) -> tuple[dict[int, 
             name = getattr(function, "kind", implementation or "eager")
 
             def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                for known, observe in _listeners:
-                    if id(module) in known:
-                        observe(known[id(module)], from_hugging_face, name, module, *args, **kwargs)
+                for modules, observer in _listeners:
+                    if id(module) in modules:
+                        observer(modules[id(module)], from_hugging_face, name, module, *args, **kwargs)
                 return function(module, *args, **kwargs)
 
             return observed
 
         functions.__dict__["get_interface"] = get_interface
-    listener = (names, see)
+    listener = (names, observe)
     _listeners.append(listener)
     return listener
 
 
-def _forget(listener: tuple[dict[int, str], Callable[..., None]]) -> None:
+def _remove_listener(listener: tuple[dict[int, str], Callable[..., None]]) -> None:
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     _listeners[:] = [other for other in _listeners if other is not listener]
     if not _listeners:

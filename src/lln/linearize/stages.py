@@ -94,7 +94,7 @@ class Linearizer:
 
     def _fitted_batch(self) -> Batch:
         """Passages of all lengths, because errors depend on the length, or of one if a mechanism takes no padding."""
-        if all(mechanism.record.padding for mechanism in self.mechanisms.values()):
+        if all(mechanism.description.padding for mechanism in self.mechanisms.values()):
             return self.source.mixed()
         batches = self.source.calibration()
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -265,13 +265,13 @@ def _train_stage(
                     seconds = time.monotonic() - began
                     line = {"step": number, "loss": value, "grad_norm": float(norm)}
                     metrics.add(line | {"tokens_per_second": round(tokens / seconds, 1)})
-                if is_last or stop.asked or time.monotonic() - saved > work.config.save_seconds:
+                if is_last or stop.requested or time.monotonic() - saved > work.config.save_seconds:
                     files = {"model.safetensors": weights(work.student)}
                     if not is_last:
                         files["optimizer.pt"] = pickled(optimizer.state_dict())
                     run.save_checkpoint(number, files, keep=2)
                     saved = time.monotonic()
-                if stop.asked and not is_last:
+                if stop.requested and not is_last:
                     display.say(f"Stopped in {stage.name} at step {number}; the same command continues.")
                     raise KeyboardInterrupt
     finally:

@@ -69,7 +69,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     """Ctrl-C and SIGTERM end the run after a last checkpoint; a second Ctrl-C ends it at once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.asked = False
+        self.requested = False
         self._say = say
         self._before: dict[int, Any] = {}
 
@@ -80,9 +80,9 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         self._say("Stopping after this step, with a checkpoint; once more to stop at once.")
 
     def __exit__(self, *error: object) -> None:

@@ -287,7 +287,7 @@ class _Trainer(Trainer):
         return metrics
 
     def _on_eval_batch(self, share: float) -> None:
-        if self.stop is not None and self.stop.asked and self.state.global_step == self.steps:
+        if self.stop is not None and self.stop.requested and self.state.global_step == self.steps:
             raise KeyboardInterrupt
         if self.display is not None:
             self.display.evaluating(share)
@@ -326,7 +326,7 @@ class _Flow(TrainerCallback):
         trainer, config, step = self.trainer, self.trainer.config, state.global_step
         trainer.seconds += time.perf_counter() - trainer._mark
         last = step == trainer.steps
-        stopping = trainer.stop is not None and trainer.stop.asked
+        stopping = trainer.stop is not None and trainer.stop.requested
         # The last model is evaluated after training, when its checkpoint is safe.
         control.should_evaluate = not last and config.eval_every > 0 and step % config.eval_every == 0
         control.should_save = last or stopping or step % config.save_every == 0
@@ -360,7 +360,7 @@ def _recorder(
         folder / "records.jsonl",
         every=config.record_every,
         heads=None,
-        budget=None,
+        max_overhead=None,
         first_step=first_step,
         seed=config.seed,
         tensorboard=folder / "tensorboard",

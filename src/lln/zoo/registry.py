@@ -47,7 +47,7 @@ class Description:
 class PeerMechanism(Mechanism):
     """Base of published mechanisms: they implement `attend` on checked input, with equally many heads everywhere."""
 
-    record: ClassVar[Description]
+    description: ClassVar[Description]
 
     def __init__(self, *, num_heads: int, head_dim: int, max_len: int | None = None) -> None:
         super().__init__()
@@ -63,29 +63,29 @@ class PeerMechanism(Mechanism):
         cu_seqlens: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        record = self.record
+        description = self.description
         if cu_seqlens is not None:
             masks = {"key_padding_mask": key_padding_mask}
             return attend_packed(self, query, key, value, cu_seqlens, is_causal=is_causal, **masks)
         check_inputs(query, key, value)
         if query.shape[1] != self.num_heads or query.shape[3] != self.head_dim:
             raise ValueError(
-                f"{record.name} was built for num_heads={self.num_heads} and head_dim={self.head_dim}, "
+                f"{description.name} was built for num_heads={self.num_heads} and head_dim={self.head_dim}, "
                 f"got query {tuple(query.shape)}"
             )
-        if is_causal and not record.causal:
-            raise ValueError(f"{record.name} cannot be causal; these can: {_with('causal')}")
-        if key_padding_mask is not None and not record.padding:
-            raise ValueError(f"{record.name} cannot leave padding out; these can: {_with('padding')}")
-        if query.shape[2] != key.shape[2] and (is_causal or not record.cross):
-            reason = "causal attention" if is_causal else record.name
+        if is_causal and not description.causal:
+            raise ValueError(f"{description.name} cannot be causal; these can: {_with('causal')}")
+        if key_padding_mask is not None and not description.padding:
+            raise ValueError(f"{description.name} cannot leave padding out; these can: {_with('padding')}")
+        if query.shape[2] != key.shape[2] and (is_causal or not description.cross):
+            reason = "causal attention" if is_causal else description.name
             raise ValueError(
                 f"{reason} needs as many queries as keys, got {query.shape[2]} and {key.shape[2]}; "
                 f"for cross attention there are: {_with('cross')}"
             )
-        if self.max_len is not None and record.needs_max_len and key.shape[2] > self.max_len:
+        if self.max_len is not None and description.needs_max_len and key.shape[2] > self.max_len:
             raise ValueError(
-                f"{record.name} was built for max_len={self.max_len} tokens, got {key.shape[2]}; build it for more"
+                f"{description.name} was built for max_len={self.max_len} tokens, got {key.shape[2]}; build it for more"
             )
         keep = read_padding(key_padding_mask, key)
         groups = query.shape[1] // key.shape[1]
@@ -102,13 +102,13 @@ M = TypeVar("M", bound=type[Mechanism])
 _REGISTRY: dict[str, type[Mechanism]] = {}
 
 
-def register(**record: Any) -> Callable[[M], M]:
+def register(**description: Any) -> Callable[[M], M]:
     """Class decorator: describe a mechanism and enter it under its name."""
 
     def enter(mechanism: M) -> M:
-        entry = Description(**record)
+        entry = Description(**description)
         assert entry.name not in _REGISTRY, entry.name
-        mechanism.record = entry
+        mechanism.description = entry
         _REGISTRY[entry.name] = mechanism
         return mechanism
 
@@ -121,17 +121,17 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> Description:
-    """The record of a mechanism."""
-    record: Description = _lookup(name).record
-    return record
+    """The description of a mechanism."""
+    found: Description = _lookup(name).description
+    return found
 
 
 def build(name: str, *, num_heads: int, head_dim: int, max_len: int | None = None, **options: Any) -> Mechanism:
     """A mechanism by name; its options are the keyword arguments of its class."""
     mechanism: Any = _lookup(name)
-    if mechanism.record.needs_max_len and max_len is None:
-        raise ValueError(f"{name} has parameters for each position: say max_len=, the longest input it will see")
-    known = _options(name)
+    if mechanism.description.needs_max_len and max_len is None:
+        raise ValueError(f"{name} has parameters for each position: give max_len=, the largest number of tokens")
+    known = option_parameters(name)
     unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise TypeError(f"{name} has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
@@ -147,7 +147,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the option, and the options that there are with their types and defaults.
     """
-    known = _options(name)
+    known = option_parameters(name)
     for option, value in options.items():
         if option not in known:
             listed = "; ".join(map(str, known.values())) or "none"
@@ -162,7 +162,7 @@ def _lookup(name: str) -> type[Mechanism]:
     return _REGISTRY[name]
 
 
-def _options(name: str) -> dict[str, inspect.Parameter]:
+def option_parameters(name: str) -> dict[str, inspect.Parameter]:
     """The options of a mechanism, with their types and defaults."""
     parameters = inspect.signature(_lookup(name), eval_str=True).parameters
     return {key: value for key, value in parameters.items() if key not in ("num_heads", "head_dim", "max_len")}

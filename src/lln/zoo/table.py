@@ -1,10 +1,10 @@
-"""All records as a table: the documentation and the command line show this one."""
+"""All descriptions as a table: the documentation and the command line show this one."""
 
 from lln.zoo.registry import Description, describe, names
 
 
 def table() -> list[dict[str, str]]:
-    """A row for each mechanism: what its record says, in words."""
+    """A row for each mechanism: its description as text."""
     return [_row(describe(name)) for name in names()]
 
 
@@ -16,22 +16,22 @@ def markdown() -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
-def _row(record: Description) -> dict[str, str]:
+def _row(description: Description) -> dict[str, str]:
     return {
-        "name": f"`{record.name}`",
-        "mechanism": record.title,
-        "paper": f"{record.paper} ({record.year})",
-        "time": record.time,
-        "memory": record.memory,
-        "linear": _yes(record.linear),
-        "causal": _yes(record.causal),
-        "padding": _yes(record.padding),
-        "cross": _yes(record.cross),
-        "random": _yes(record.random),
-        "learned": record.learned or "nothing",
-        "needs max_len": _yes(record.needs_max_len),
-        "checked against": record.checked_against,
-        "left outside": record.left_outside or "nothing",
+        "name": f"`{description.name}`",
+        "mechanism": description.title,
+        "paper": f"{description.paper} ({description.year})",
+        "time": description.time,
+        "memory": description.memory,
+        "linear": _yes(description.linear),
+        "causal": _yes(description.causal),
+        "padding": _yes(description.padding),
+        "cross": _yes(description.cross),
+        "random": _yes(description.random),
+        "learned": description.learned or "nothing",
+        "needs max_len": _yes(description.needs_max_len),
+        "checked against": description.checked_against,
+        "left outside": description.left_outside or "nothing",
     }
 
 

@@ -85,7 +85,7 @@ class TransNormer(PeerMechanism):
             return block_diagonal_attention(
                 query, key, value, block_size=self.block_size, key_padding_mask=keep, is_causal=is_causal
             )
-        check_value_width(self.record.name, value, self.head_dim)
+        check_value_width(self.description.name, value, self.head_dim)
         mix = self._linear if self.layer == "linear" else self._rectified
         return on_kept_tokens(partial(mix, is_causal=is_causal), query, key, value, keep)
 

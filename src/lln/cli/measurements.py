@@ -1,0 +1,73 @@
+"""What all commands of `lln bench` do with their rows: record them, print tables, write the file, draw pictures."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from lln.cli.options import bench_command
+from lln.terminal import Progress, errors, print_table, print_tables
+
+if TYPE_CHECKING:
+    from lln.bench.recording import Recording
+    from lln.report.goals import Goal
+    from lln.report.table import Table
+    from lln.results import Result, Row
+
+
+def start_recording(
+    context: typer.Context,
+    out: Path | None,
+    run: str,
+    settings: dict[str, Any],
+    seed: int,
+    fresh: bool,
+    kernel: dict[str, str | None] | None,
+) -> "Recording":
+    """The recording of a measurement, which continues the one in `out` unless it is to begin anew."""
+    from lln.bench.recording import Recording
+
+    command = bench_command(context, "out", "json", "fresh", "goals")
+    return Recording(out, run, command=command, settings=settings, seed=seed, kernel=kernel, fresh=fresh)
+
+
+def measure_rows(recording: "Recording", rows: Iterable["Row"], *, total: int) -> None:
+    """Put rows into the recording as they come."""
+    if len(recording.rows) >= total:
+        errors.print(f"{recording.path} already has all of this; --fresh measures it anew.")
+        return
+    warn_of_noise(recording)
+    with Progress(recording.result.run, total, completed=len(recording.rows)) as bar:
+        for row in rows:
+            recording.add(row)
+            bar.advance()
+
+
+def warn_of_noise(recording: "Recording") -> None:
+    if not recording.noise["quiet"]:
+        errors.print(
+            f"Others keep {recording.noise['busy_processors']:g} processors busy (load average "
+            f"{recording.noise['load_average']:g}): times will be too long, and ratios uncertain.",
+            style="yellow",
+            soft_wrap=False,
+        )
+
+
+def finish(
+    recording: "Recording",
+    tables: Callable[["Result"], Sequence["Table"]],
+    draw: Callable[["Result", Path], tuple[Path, ...]] | None,
+    json: bool,
+    goals: Sequence["Goal"] = (),
+) -> None:
+    """Print the tables, write the result file, draw the pictures, and say which goals are met."""
+    from lln.report.goals import check, goals_table
+
+    print_tables(tables(recording.result), as_json=json)
+    if goals:
+        print_table(goals_table(check(goals, recording.result)), as_json=json)
+    if recording.path is not None:
+        recording.write()
+        drawn = () if draw is None else draw(recording.result, recording.path.parent)
+        errors.print("Written: " + ", ".join(map(str, (recording.path, *drawn))))
