@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from lln import backends
 from lln.backends.torch.summary import repeat_heads
 from lln.forms import token_mean
-from lln.masks import blank, front_order, read_padding
+from lln.masks import fill_padding, front_order, read_padding
 from lln.packed import packed_outputs
 from lln.precision import accumulator, in_full_precision, sum_dtype
 from lln.problem import Near, Problem, autocast_like_sdpa
@@ -100,9 +100,9 @@ def log_mean_exp(query: Tensor, key: Tensor, keep: Tensor | None = None) -> Tens
         keep: (B, N) bool; what a token that is not kept gets means nothing.
     """
     dtype, scale = accumulator(query.dtype), query.shape[3] ** -0.5
-    query, key = (blank(x, keep).to(dtype) for x in (query, key))
+    query, key = (fill_padding(x, keep).to(dtype) for x in (query, key))
     mean = token_mean(key, keep)
-    rest = blank(key - mean[:, :, None], keep)
+    rest = fill_padding(key - mean[:, :, None], keep)
     number = key.shape[2] if keep is None else keep.sum(dim=1).clamp(min=1)[:, None, None, None]
     moments = torch.cat((mean[..., None], rest.mT @ rest / number), dim=3)  # (B, H_k, D, 1 + D)
     products = query @ repeat_heads(moments, query.shape[1] // key.shape[1])
