@@ -267,5 +267,5 @@ def test_an_estimated_mass_is_refused_where_it_cannot_be_measured():
         module(query, key, value, is_causal=True)
     like = {"key_heads": KEY_HEADS, "value_dim": WIDTH, "dtype": torch.float32, "device": torch.device("cpu")}
     assert module.init_state(1, **like) is None
-    with pytest.raises(ValueError, match='combine="mass" has no share to begin with'):
+    with pytest.raises(ValueError, match='combine="mass" estimates the share'):
         lln.LLNDiagAttention(HEADS, WIDTH, combine="mass", share=0.1)

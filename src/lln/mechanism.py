@@ -81,8 +81,10 @@ class JoinedBranches(nn.Module):
         check_choice("combine", combine, get_args(Combine))
         if not 0.0 < share < 1.0:
             raise ValueError(f"share must be between 0 and 1, got {share}")
-        if combine in ("average", "mass") and share != 0.5:
-            raise ValueError(f'combine="{combine}" has no share to begin with, got {share}; use combine="ratio"')
+        if combine == "average" and share != 0.5:
+            raise ValueError(f'an average has a share of 0.5, got {share}; use combine="ratio" or "scale"')
+        if combine == "mass" and share != 0.5:
+            raise ValueError(f'combine="mass" estimates the share, got {share}; leave it out, or use combine="ratio"')
         self.combine: Combine = combine
         self.branches: Branches = "both"
         self.averages_branches = combine == "average"
