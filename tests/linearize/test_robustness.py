@@ -208,3 +208,13 @@ def test_a_loss_beyond_the_largest_exponential(make, tokenizer, texts, quick, mo
     row = run(make("gpt2", "ModelForCausalLM"), tokenizer, texts, quick(steps=0)).report["kept"]["calibrate"][0]
     assert row["perplexity"] == float("inf")
     assert row["perplexity_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("attention", ["gla", "tnn"])
+def test_mechanisms_without_an_attention_matrix(make, tokenizer, texts, quick, tmp_path, attention):
+    """Weights with signs, and a mechanism with parameters for each feature of the values."""
+    report = run(make("bert"), tokenizer, texts, quick(attention=attention, **FEW), out=tmp_path / "linear").report
+    assert {"entropy_before", "bias_before"} <= report["heads"][0].keys()
+    assert "entropy_after" not in report["heads"][0]
+    for name in ("report.md", "report.html"):
+        assert "has no attention matrix" in (tmp_path / "linear" / name).read_text()

@@ -14,8 +14,8 @@ from lln.instruments.bias import bias
 from lln.instruments.inspect import most_tokens
 from lln.linearize.data import Batch, Source
 from lln.linearize.losses import attend
-from lln.linearize.teacher import converted_modules, make_teacher, observing
-from lln.mechanism import JoinedBranches
+from lln.linearize.teacher import Observation, converted_modules, make_teacher, observing
+from lln.mechanism import JoinedBranches, Mechanism
 from lln.terminal import Progress
 
 UNLIMITED = 1 << 30  # tokens of a tokenizer that does not say how many a model takes
@@ -151,26 +151,31 @@ def ablation(kept: Kept, student: PreTrainedModel) -> list[dict[str, Any]]:
 def head_table(teacher: PreTrainedModel, student: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
     """Temperature, entropy, gap and bias of each head before and after, on what the teacher's layers see.
 
-    An attention is linear in its values, so its matrix is what it makes of the identity.
+    An attention is linear in its values, so its matrix is what it makes of the identity. Rows of a mechanism without
+    such a matrix say what was before alone.
     """
     with observing(teacher) as found:
         teacher(**{name: x[:1] for name, x in batch.items()})
-    rows = []
-    modules = converted_modules(student)
-    before = converted_modules(teacher)
+    rows: list[dict[str, Any]] = []
+    modules = {"before": converted_modules(teacher), "after": converted_modules(student)}
     for layer, (name, [seen]) in enumerate(found.items()):
-        tokens = seen.key.shape[2]
-        identity = torch.eye(tokens).expand(1, seen.key.shape[1], tokens, tokens)
-        matrices = {
-            when: attend(module.mechanism, seen._replace(value=identity))[0]
-            for when, module in (("before", before[name]), ("after", modules[name]))
-        }
-        for head in range(seen.query.shape[1]):
-            row: dict[str, Any] = {"layer": layer, "head": head}
-            for when, matrix in matrices.items():
-                row |= {f"{what}_{when}": x for what, x in head_numbers(matrix[head], seen.is_causal).items()}
-            rows.append(row)
+        heads: list[dict[str, Any]] = [{"layer": layer, "head": head} for head in range(seen.query.shape[1])]
+        for when, by_name in modules.items():
+            for row, numbers in zip(heads, _numbers_of_heads(by_name[name].mechanism, seen), strict=False):
+                row |= {f"{what}_{when}": x for what, x in numbers.items()}
+        rows += heads
     return rows
+
+
+def _numbers_of_heads(mechanism: Mechanism, seen: Observation) -> list[dict[str, float]]:
+    """None where a mechanism has no attention matrix: its weights have signs, or it mixes the features of values."""
+    tokens = seen.key.shape[2]
+    identity = torch.eye(tokens).expand(1, seen.key.shape[1], tokens, tokens)
+    try:
+        matrices = attend(mechanism, seen._replace(value=identity))[0]
+        return [head_numbers(matrix, seen.is_causal) for matrix in matrices]
+    except ValueError:
+        return []
 
 
 def head_numbers(matrix: Tensor, is_causal: bool) -> dict[str, float]:
