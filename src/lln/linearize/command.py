@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -14,7 +14,8 @@ from lln.linearize.linear import Linearized, check_model, linearize
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.folder import require
 from lln.tasks.data.lines import read_jsonl
-from lln.tasks.data.text import default_source, read_documents
+from lln.tasks.data.text import NoDocumentsError, Split, default_source, read_documents
+from lln.tasks.start import TOKENIZER_FILES
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -59,12 +60,12 @@ def run(
             "Learning from the embedded text, the source of Python's standard library: text like that which the model "
             "is for is better, --text FILE."
         )
-    documents = {split: read_text(source, split, find_data(data_dir)) for split in ("train", "validation")}
+    documents, held_out = read_text(source, find_data(data_dir))
     return linearize(
         network,
         tokenizer,
-        documents["train"],
-        held_out=documents["validation"] or None,
+        documents,
+        held_out=held_out or None,
         pairs=None if pairs is None else read_pairs(pairs),
         out=out,
         config=config,
@@ -73,21 +74,22 @@ def run(
     )
 
 
-def read_text(source: str, split: Any, data_dir: Path | None) -> list[str]:
-    """The documents of a split; a folder may hold .txt files. No documents where too few can be held out."""
+def read_text(source: str, data_dir: Path | None) -> tuple[list[str], list[str]]:
+    """Documents to learn from, and others to measure on: none where too few can be held out. A folder may hold .txt."""
     folder = Path(source)
-    if folder.is_dir() and (files := sorted(folder.rglob("*.txt"))):
-        found = [document for file in files for document in read_text(str(file), split, data_dir)]
-    else:
-        try:
-            found = read_documents(source, split, data_dir)
-        except ValueError:
-            if split == "train":
-                raise
-            found = []
-    if split == "train" and not found:
+    files = sorted(folder.rglob("*.txt")) if folder.is_dir() else []
+    names = [str(file) for file in files] or [source]
+    train, held_out = ([x for name in names for x in _read_side(name, side, data_dir)] for side in get_args(Split))
+    if not train and not held_out:
         raise ValueError(f"{source} holds no text")
-    return found
+    return (train, held_out) if train else (held_out, [])
+
+
+def _read_side(source: str, split: Split, data_dir: Path | None) -> list[str]:
+    try:
+        return read_documents(source, split, data_dir)
+    except NoDocumentsError:  # of few documents, all may be on one side
+        return []
 
 
 def read_pairs(path: Path) -> list[tuple[str, str, float]]:
@@ -126,6 +128,9 @@ def load_model(name: str) -> PreTrainedModel:
 
 
 def load_tokenizer(name: str) -> Any:
+    if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
+        # transformers would make an empty one
+        raise ValueError(f"{name} has no tokenizer: it holds none of {', '.join(TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

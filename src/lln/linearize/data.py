@@ -19,6 +19,7 @@ from lln.terminal import Progress
 Batch = dict[str, Tensor]
 STAGES = ("align", "join", "distil")
 TOKENISED = 64  # documents tokenised at a time
+MOST_UNKNOWN = 0.5  # share of unknown tokens in a text that a model can learn from
 SHORTEST = 32  # tokens of the shortest passages that are learned from and measured
 
 
@@ -58,18 +59,25 @@ class TextSource:
         calibration_tokens: int,
         passages: int,
         seed: int,
+        quiet: bool = False,
     ) -> None:
         self._before, self._after = special_tokens(tokenizer)
         inner = length - len(self._before) - len(self._after)
         if inner < 1:
             raise ValueError(f"a length of {length} leaves nothing between the special tokens of the tokenizer")
-        self._train = tokenise(texts, tokenizer, tokens, "training text")
-        self._held_out = tokenise(held_out, tokenizer, passages * length, "held-out text")
+        self._train = tokenise(texts, tokenizer, tokens, "training text", quiet=quiet)
+        self._held_out = tokenise(held_out, tokenizer, passages * length, "held-out text", quiet=quiet)
         for name, found in (("training", self._train), ("held-out", self._held_out)):
             if len(found) < inner:
                 raise ValueError(
                     f"the {name} text has {len(found)} tokens, fewer than one passage of {length}; give more text "
                     "(--text), or a smaller --length"
+                )
+            unknown = float((found == tokenizer.unk_token_id).mean()) if tokenizer.unk_token_id is not None else 0.0
+            if unknown > MOST_UNKNOWN:
+                raise ValueError(
+                    f"{unknown:.0%} of the {name} text are tokens that the tokenizer does not know: it does not fit "
+                    "the text, or is not the model's"
                 )
         self._batch_tokens, self._calibration_tokens = batch_tokens, calibration_tokens
         self._passages, self._seed = passages, seed
@@ -163,10 +171,12 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
     raise ValueError(f"{type(tokenizer).__name__} changes a text when it adds special tokens; give another tokenizer")
 
 
-def tokenise(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int, what: str) -> Any:
+def tokenise(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int, what: str, *, quiet: bool
+) -> Any:
     """The tokens of the documents one after the other, at most `limit`."""
     found: list[int] = []
-    with Progress(f"tokenising {what}", limit) as bar:
+    with Progress(f"tokenising {what}", limit, quiet=quiet) as bar:
         for start in range(0, len(documents), TOKENISED):
             batch = list(documents[start : start + TOKENISED])
             for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:

@@ -1,6 +1,5 @@
 """What a linear model has kept of the model it was made from, on text that it has not learned from."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +11,14 @@ from transformers import PreTrainedModel
 
 from lln.instruments import entropy, spectral_gap
 from lln.instruments.bias import bias
+from lln.instruments.inspect import most_tokens
 from lln.linearize.data import Batch, Source
 from lln.linearize.losses import attend
-from lln.linearize.teacher import converted_modules, make_teacher, observing
-from lln.mechanism import JoinedBranches
+from lln.linearize.teacher import Observation, converted_modules, make_teacher, observing
+from lln.mechanism import JoinedBranches, Mechanism
 from lln.terminal import Progress
 
+UNLIMITED = 1 << 30  # tokens of a tokenizer that does not say how many a model takes
 ABLATIONS = ("both", "far", "near", "none")
 Pairs = Sequence[tuple[str, str, float]]  # two sentences, and how alike they are
 
@@ -56,16 +57,19 @@ def similarities(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def pair_correlation(model: PreTrainedModel, tokenizer: Any, pairs: Pairs, batch: int = 32) -> float:
+def pair_correlation(
+    model: PreTrainedModel, tokenizer: Any, pairs: Pairs, batch: int = 32, *, quiet: bool = False
+) -> float:
     """Spearman's correlation of the scores of pairs of sentences with the cosines of their mean embeddings."""
     cosines = []
-    with Progress("pairs of sentences", len(pairs)) as bar:
+    longest = most_tokens(model.config, min(tokenizer.model_max_length, UNLIMITED))
+    with Progress("pairs of sentences", len(pairs), quiet=quiet) as bar:
         for start in range(0, len(pairs), batch):
             some = pairs[start : start + batch]
             found = []
             for side in (0, 1):
                 texts = [pair[side] for pair in some]
-                given = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+                given = tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
                 hidden = model(**given, output_hidden_states=True).hidden_states[-1]
                 real = given["attention_mask"][..., None].to(hidden.dtype)
                 found.append(normalize((hidden * real).sum(dim=1) / real.sum(dim=1), dim=-1))
@@ -97,14 +101,19 @@ class Kept:
             return row | {
                 "softmax_loss": wanted,
                 "loss": found,
-                "softmax_perplexity": math.exp(wanted),
-                "perplexity": math.exp(found),
-                "perplexity_ratio": math.exp(found - wanted),
+                "softmax_perplexity": _exp(wanted),
+                "perplexity": _exp(found),
+                "perplexity_ratio": _exp(found - wanted),
             }
         row["cosine"] = float((wanted * found).sum(dim=-1).mean())
         if len(wanted) > 2:
             row["rank_correlation"] = rank_correlation(similarities(wanted), similarities(found))
         return row
+
+
+def _exp(x: float) -> float:
+    """Infinity where math.exp would raise."""
+    return float(torch.tensor(x, dtype=torch.float64).exp())
 
 
 @contextmanager
@@ -142,26 +151,31 @@ def ablation(kept: Kept, student: PreTrainedModel) -> list[dict[str, Any]]:
 def head_table(teacher: PreTrainedModel, student: PreTrainedModel, batch: Batch) -> list[dict[str, Any]]:
     """Temperature, entropy, gap and bias of each head before and after, on what the teacher's layers see.
 
-    An attention is linear in its values, so its matrix is what it makes of the identity.
+    An attention is linear in its values, so its matrix is what it makes of the identity. Rows of a mechanism without
+    such a matrix say what was before alone.
     """
     with observing(teacher) as found:
         teacher(**{name: x[:1] for name, x in batch.items()})
-    rows = []
-    modules = converted_modules(student)
-    before = converted_modules(teacher)
+    rows: list[dict[str, Any]] = []
+    modules = {"before": converted_modules(teacher), "after": converted_modules(student)}
     for layer, (name, [seen]) in enumerate(found.items()):
-        tokens = seen.key.shape[2]
-        identity = torch.eye(tokens).expand(1, seen.key.shape[1], tokens, tokens)
-        matrices = {
-            when: attend(module.mechanism, seen._replace(value=identity))[0]
-            for when, module in (("before", before[name]), ("after", modules[name]))
-        }
-        for head in range(seen.query.shape[1]):
-            row: dict[str, Any] = {"layer": layer, "head": head}
-            for when, matrix in matrices.items():
-                row |= {f"{what}_{when}": x for what, x in head_numbers(matrix[head], seen.is_causal).items()}
-            rows.append(row)
+        heads: list[dict[str, Any]] = [{"layer": layer, "head": head} for head in range(seen.query.shape[1])]
+        for when, by_name in modules.items():
+            for row, numbers in zip(heads, _numbers_of_heads(by_name[name].mechanism, seen), strict=False):
+                row |= {f"{what}_{when}": x for what, x in numbers.items()}
+        rows += heads
     return rows
+
+
+def _numbers_of_heads(mechanism: Mechanism, seen: Observation) -> list[dict[str, float]]:
+    """None where a mechanism has no attention matrix: its weights have signs, or it mixes the features of values."""
+    tokens = seen.key.shape[2]
+    identity = torch.eye(tokens).expand(1, seen.key.shape[1], tokens, tokens)
+    try:
+        matrices = attend(mechanism, seen._replace(value=identity))[0]
+        return [head_numbers(matrix, seen.is_causal) for matrix in matrices]
+    except ValueError:
+        return []
 
 
 def head_numbers(matrix: Tensor, is_causal: bool) -> dict[str, float]:

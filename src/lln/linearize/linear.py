@@ -1,6 +1,7 @@
 """`linearize`: the stages, in a folder that a later call continues, and the report of what was kept."""
 
 import copy
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lln.hf import convert, from_pretrained
+from lln.hf.convert import PLAIN
 from lln.instruments.inspect import inspect_network, most_tokens
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.cost import LENGTHS, layer_cost
@@ -20,18 +23,20 @@ from lln.linearize.data import ImageSource, Source, TextSource, check_tokenizer
 from lln.linearize.evaluate import Kept, Pairs, ablation, head_table, pair_correlation
 from lln.linearize.fold import fold_projections
 from lln.linearize.report import write_report
-from lln.linearize.stages import Linearizer, train
+from lln.linearize.stages import DivergedError, Linearizer, train
 from lln.linearize.teacher import converted_modules, make_teacher
 from lln.provenance import read_json
 from lln.report.heads_page import write_heads_page
 from lln.results import Result
-from lln.tasks.data.folder import hashed_share
+from lln.tasks.data.folder import digest, hashed_share
 from lln.tasks.display import Display
 from lln.tasks.run import PROVENANCE, SUMMARY, RunFolder, write_json
 from lln.tasks.saving import save_model
+from lln.terminal import errors
 
 HEADS = "heads.html"
 LONGEST_SHOWN = 256  # tokens of the passage on the page of heads: a page of a longer one would be many megabytes
+LONGEST_MEASURED = 512  # tokens of the passage whose attention matrices are measured: they are quadratic in the length
 HELD_OUT = 0.05  # of the documents, chosen by a hash of their text
 WORK = "work"  # the folder inside `out` from which an interrupted run continues
 
@@ -72,7 +77,7 @@ def linearize(
         quiet: no progress bars and no messages.
 
     Returns:
-        The linear model in evaluation mode, and the report.
+        The linear model in evaluation mode and float32, and the report.
 
     Raises:
         ValueError: the model is linear already or cannot be converted, the tokenizer is another model's, or the text is
@@ -84,6 +89,8 @@ def linearize(
     """
     config = config or LinearizeConfig.preset("laptop")
     check_model(model)
+    if config.attention in PLAIN:
+        raise ValueError(f"{config.attention} is the attention that the model has; choose another, --attention")
     if out is None:
         with tempfile.TemporaryDirectory() as folder:
             return linearize(
@@ -97,32 +104,51 @@ def linearize(
                 origin=origin,
                 quiet=quiet,
             )
-    source = make_source(model, tokenizer, texts, held_out, config)
-    if pairs is not None and (isinstance(texts, Tensor) or len(pairs) < 3):
-        raise ValueError("pairs are at least three pairs of sentences with scores, for a model that takes text")
+    place = Path(out)
+    check_folder(place)
+    if model.dtype != torch.float32:
+        model = copy.deepcopy(model).float()
+    source = make_source(model, tokenizer, texts, held_out, config, quiet=quiet)
+    if pairs is not None:
+        check_pairs(pairs, tokenizer, takes_text=not isinstance(texts, Tensor))
     teacher = make_teacher(model)
     head_dim = max(module.mechanism.head_dim for module in converted_modules(teacher).values())
-    student = convert(copy.deepcopy(model), config.attention, **config.all_options(head_dim))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # some mechanisms draw their features, and LoRA its matrices
+        student = convert(copy.deepcopy(model), config.attention, **config.all_options(head_dim))
+        trainable = {name: parameter.requires_grad for name, parameter in student.named_parameters()}
+        adapters = add_lora(student, config.lora_rank) if config.lora_rank else None
     student.train(False)
-    place = Path(out)
-    with RunFolder(place / WORK, {"experiment": "linearize"} | config.settings()) as run:
-        run.check_data(source.fingerprint())
+    began_with = source.fingerprint() | fingerprint(model, pairs)
+    say = _silent if quiet else errors.print
+    with RunFolder(place / WORK, {"experiment": "linearize"} | config.settings(), say=say) as run:
+        run.check_data(began_with)
         if run.summary is not None:
             run.say(f"{place} is finished: nothing to do.")
             return Linearized(from_pretrained(place, type(model)), read_json(place / "report.json", "remove it"))
-        adapters = add_lora(student, config.lora_rank) if config.lora_rank else None
         work = Linearizer(student, teacher, source, config)
-        report = _run(work, run, quiet=quiet)
+        try:
+            report = _run(work, run, quiet=quiet)
+        except DivergedError:
+            shutil.rmtree(run.path)  # lest it stand in the way of a lower rate
+            raise
         if pairs is not None:
             models = {"softmax": work.teacher, "linear": student}
-            found = {name: pair_correlation(x, tokenizer, pairs) for name, x in models.items()}
+            found = {name: pair_correlation(x, tokenizer, pairs, quiet=quiet) for name, x in models.items()}
             report["pairs"] = {"pairs": len(pairs)} | found
         if adapters is not None:
             adapters.merge_and_unload()
+        for name, parameter in student.named_parameters():
+            parameter.requires_grad_(trainable[name])
         report["folded"] = fold_projections(student)
         report |= {"origin": dict(origin or {}), "data": source.fingerprint(), "settings": config.settings()}
         report |= read_json(run.path / PROVENANCE, "begin anew in another folder")
-        save_model(student, place, tokenizer)
+        try:
+            save_model(student, place, tokenizer)
+        except SafetensorError as error:
+            raise OSError(
+                f"the model could not be written to {place}: {error}; the same command tries again"
+            ) from error
         report["heads_page"] = write_heads(model, student, tokenizer, source, place / HEADS)
         write_report(report, place)
         write_json(run.path / SUMMARY, {"finished": True})
@@ -143,18 +169,44 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError("models of an encoder and a decoder are not linearised; give one of the two")
 
 
+def check_folder(place: Path) -> None:
+    """Refuse a folder with other files, which might be the model itself."""
+    if place.is_dir() and not (place / WORK).exists() and any(place.iterdir()):
+        raise ValueError(
+            f"{place} holds other files, and the linear model needs a folder of its own; choose another, --out"
+        )
+
+
+def check_pairs(pairs: Pairs, tokenizer: PreTrainedTokenizerBase | None, *, takes_text: bool) -> None:
+    """Refuse pairs that cannot be measured in the end."""
+    if not takes_text or tokenizer is None or len(pairs) < 3:
+        raise ValueError("pairs are at least three pairs of sentences with scores, for a model that takes text")
+    scores = {float(score) for *_, score in pairs}
+    if len(scores) < 2 or not all(map(math.isfinite, scores)):
+        raise ValueError("the scores of pairs must be finite, and not all of them the same")
+    if tokenizer.pad_token_id is None:
+        raise ValueError("pairs are measured in batches, and the tokenizer has no token for padding; give it one")
+
+
+def fingerprint(model: PreTrainedModel, pairs: Pairs | None) -> dict[str, Any]:
+    """What a run begins with beside its settings and its text."""
+    tensors = model.state_dict().values()
+    found = {"model_digest": digest(x.detach().cpu().contiguous().numpy().tobytes() for x in tensors)[:16]}
+    return found | ({} if pairs is None else {"pairs_digest": digest(map(repr, pairs))[:16]})
+
+
 def make_source(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     texts: Sequence[str] | Tensor,
     held_out: Sequence[str] | Tensor | None,
     config: LinearizeConfig,
+    *,
+    quiet: bool = False,
 ) -> Source:
     """Batches of text or images for a model."""
     if isinstance(texts, Tensor):
-        keep = max(1, round(HELD_OUT * len(texts)))
-        rest = texts[-keep:] if held_out is None else torch.as_tensor(held_out)
-        images = texts[:-keep] if held_out is None else texts
+        images, rest = (texts, torch.as_tensor(held_out)) if held_out is not None else split_images(texts)
         size = max(1, config.batch_tokens // 64)
         return ImageSource(images, rest[: config.eval_passages], batch=size, calibration=4 * size, seed=config.seed)
     if isinstance(texts, str):
@@ -167,6 +219,8 @@ def make_source(
         raise ValueError("there is no text to learn from: all documents are empty")
     if held_out is None:
         documents, held_out = split_documents(documents)
+    measured = set(held_out)
+    documents = [x for x in documents if x not in measured]
     return TextSource(
         documents,
         list(held_out),
@@ -177,18 +231,28 @@ def make_source(
         calibration_tokens=config.calibration_tokens,
         passages=config.eval_passages,
         seed=config.seed,
+        quiet=quiet,
     )
 
 
 def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     """Documents to learn from and others to measure on, by a hash of their text; of a single one, its last tenth."""
-    if len(documents) == 1:
-        cut = max(1, len(documents[0]) * 9 // 10)
-        return [documents[0][:cut]], [documents[0][cut:]]
-    ranked = sorted(documents, key=hashed_share)
-    keep = max(1, round(HELD_OUT * len(documents)))
-    chosen = set(ranked[:keep])  # equal documents are on the same side
+    ranked = sorted(set(documents), key=hashed_share)  # equal documents are on the same side
+    if len(ranked) == 1:
+        cut = max(1, len(ranked[0]) * 9 // 10)
+        return [ranked[0][:cut]], [ranked[0][cut:]]
+    chosen = set(ranked[: max(1, round(HELD_OUT * len(ranked)))])
     return [x for x in documents if x not in chosen], [x for x in documents if x in chosen]
+
+
+def split_images(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Images to learn from and others to measure on, both in the order of a hash: files are often sorted by class."""
+    hashes = [digest([image.numpy().tobytes()]) for image in images]
+    ranked = sorted(set(hashes))  # equal images are on the same side
+    chosen = set(ranked[: max(1, round(HELD_OUT * len(ranked)))])
+    order = sorted(range(len(images)), key=hashes.__getitem__)
+    learned, measured = ([i for i in order if (hashes[i] in chosen) == side] for side in (False, True))
+    return images[learned], images[measured]
 
 
 def add_lora(student: PreTrainedModel, rank: int) -> Any:
@@ -220,7 +284,8 @@ def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
     if "ablation" not in found:
         note("ablation", ablation(kept, work.student))
     if "heads" not in found:
-        note("heads", head_table(work.teacher, work.student, work.source.held_out(work.source.lengths[-1])[0]))
+        length = min(work.source.lengths[-1], LONGEST_MEASURED)
+        note("heads", head_table(work.teacher, work.student, work.source.held_out(length)[0]))
     lengths = tuple(x for x in LENGTHS if x <= work.config.cost_tokens)
     if lengths and "cost" not in found:
         module = next(iter(converted_modules(work.student).values()))
@@ -250,7 +315,7 @@ def write_heads(
     Returns:
         The name of the file, or None if the attention of the linear model cannot be read.
     """
-    length = max((x for x in source.lengths if x <= LONGEST_SHOWN), default=source.lengths[0])
+    length = min(source.lengths[-1], LONGEST_SHOWN)
     inputs = {name: x[:1] for name, x in source.held_out(length)[0].items()}
     ids = inputs.get("input_ids")
     pieces = () if ids is None else [str(tokenizer.decode([token])) for token in ids[0].tolist()]
@@ -287,3 +352,7 @@ def describe(row: Mapping[str, float]) -> str:
         )
     rank = f", rank correlation {row['rank_correlation']:.4f}" if "rank_correlation" in row else ""
     return f"cosine {row['cosine']:.4f}{rank}, at {row['length'] or 'all'} tokens"
+
+
+def _silent(message: str) -> None:
+    pass

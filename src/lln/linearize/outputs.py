@@ -84,7 +84,13 @@ def output_layers(teacher: PreTrainedModel, batch: Batch) -> dict[str, str]:
         for hook in hooks:
             hook.remove()
     matches = {}
-    for attention, [seen] in found.items():
+    for attention, calls in found.items():
+        if len(calls) != 1:
+            raise ValueError(
+                f"{attention} attends {len(calls)} times in a pass through {type(teacher).__name__}: layers that share "
+                "their weights cannot be linearised one by one; give a model in which each has its own"
+            )
+        [seen] = calls
         output = seen.output.transpose(1, 2).flatten(2)
         equal = [x for x, given in inputs.items() if given.shape == output.shape and torch.equal(given, output)]
         if len(equal) == 1:

@@ -36,6 +36,7 @@ INSTRUMENTS = {
     "gap": "Spectral gap",
     "bias": "Bias (bits)",
 }
+NO_MATRIX = "The linear model has none to show: its mechanism has no attention matrix."
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -96,7 +97,9 @@ def markdown(report: dict[str, Any]) -> str:
     parts = [f"# {headline(report)}", summary(report)]
     for title, text, rows in sections(report):
         parts += [f"## {title}", text, _markdown_table(rows)]
-    parts += ["## Heads", "Medians over all heads; report.json has every head.", _markdown_table(_medians(report))]
+    missing = "" if "after" in _measured(report) else f" {NO_MATRIX}"
+    about = f"Medians over all heads; report.json has every head.{missing}"
+    parts += ["## Heads", about, _markdown_table(_medians(report))]
     parts += ["## Settings", "```json\n" + json.dumps(_origin(report), indent=1) + "\n```"]
     return "\n\n".join(parts) + "\n"
 
@@ -106,18 +109,22 @@ def page(report: dict[str, Any]) -> str:
     for title, text, rows in sections(report):
         parts += [f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(text)}</p>", _html_table(rows)]
     parts.append(
-        "<h2>Heads</h2><p>Layers are rows, heads are columns; on what each layer of the softmax model sees.</p>"
+        "<h2>Heads</h2><p>Layers are rows, heads are columns; on what each layer of the softmax model sees of a "
+        "held-out passage of up to 512 tokens.</p>"
     )
     if report.get("heads_page"):
         link = html.escape(report["heads_page"], quote=True)
         parts.append(
             f'<p><a href="{link}">Both models side by side, head by head</a>, each on its own activations.</p>'
         )
+    shown = _measured(report)
+    if "after" not in shown:
+        parts.append(f"<p>{html.escape(NO_MATRIX)}</p>")
     for name, title in INSTRUMENTS.items():
-        values = [row[f"{name}_{when}"] for row in report["heads"] for when in ("before", "after")]
+        values = [row[f"{name}_{when}"] for row in report["heads"] for when in shown]
         finite = [x for x in values if math.isfinite(x)]
         low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-        for when, what in (("before", "softmax"), ("after", "linear")):
+        for when, what in shown.items():
             parts.append(f"<h3>{html.escape(title)}, {what}</h3>")
             parts.append(_heat_map(report["heads"], f"{name}_{when}", low, high))
     parts += ["<h2>Settings</h2>", f"<pre>{html.escape(json.dumps(_origin(report), indent=1))}</pre>"]
@@ -159,13 +166,19 @@ def _noise(cost: Row) -> str:
     return "" if quiet else f" The machine was busy with other work ({cost['noise']['busy_processors']} processors)."
 
 
+def _measured(report: dict[str, Any]) -> dict[str, str]:
+    """When heads were measured, and what the model then was."""
+    known = {"before": "softmax", "after": "linear"}
+    return {when: what for when, what in known.items() if all(f"bias_{when}" in row for row in report["heads"])}
+
+
 def _medians(report: dict[str, Any]) -> list[dict[str, Any]]:
     def median(name: str) -> float:
         values = sorted(row[name] for row in report["heads"])
         return float(values[len(values) // 2])
 
     return [
-        {"instrument": title, "softmax": median(f"{name}_before"), "linear": median(f"{name}_after")}
+        {"instrument": title} | {what: median(f"{name}_{when}") for when, what in _measured(report).items()}
         for name, title in INSTRUMENTS.items()
     ]
 

@@ -43,6 +43,10 @@ WARMUP = 0.05  # share of a stage's steps in which the learning rate rises
 SPREADS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 
 
+class DivergedError(ValueError):
+    """A loss is not a number any more. The same settings would end the same way, so there is nothing to continue."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """What is trained, and on what."""
@@ -227,7 +231,8 @@ def train(
 def _train_stage(
     work: Linearizer, stage: Stage, first: int, done: int, run: RunFolder, checkpoint: Path | None, *, quiet: bool
 ) -> None:
-    for parameter in work.student.parameters():
+    trainable = {parameter: parameter.requires_grad for parameter in work.student.parameters()}
+    for parameter in trainable:
         parameter.requires_grad_(False)
     parameters = stage.parameters
     for parameter in parameters:
@@ -240,7 +245,10 @@ def _train_stage(
     metrics = Metrics(run.path, done, display)
     saved, began = time.monotonic(), time.monotonic()
     tokens = 0
-    work.student.train()
+    # Without dropout: the teacher has none, and what is fitted in closed form would follow the noise. Mechanisms that
+    # measure running averages or draw features anew do so in training alone.
+    for mechanism in work.mechanisms.values():
+        mechanism.train()
     try:
         with StopSignals(display.say) as stop:
             for step in range(done - first, stage.steps):
@@ -254,11 +262,14 @@ def _train_stage(
                 norm = nn.utils.clip_grad_norm_(parameters, 1.0)
                 value = float(loss.detach())
                 if not math.isfinite(value):
-                    raise ValueError(f"the loss of stage {stage.name} is {value} at step {step}; lower its rate")
+                    raise DivergedError(
+                        f"the loss of stage {stage.name} is {value} at step {step}; lower --{stage.name}-rate"
+                    )
                 optimizer.step()
                 tokens += next(iter(batch.values())).numel()
                 number, is_last = first + step + 1, step + 1 == stage.steps
                 if is_last:
+                    work.student.train(False)
                     work.finish(stage.name)
                 display.step(number)
                 if number % 10 == 0 or is_last:
@@ -278,7 +289,8 @@ def _train_stage(
         metrics.close()
         display.close()
         work.student.train(False)
-        work.student.requires_grad_(True)
+        for parameter, before in trainable.items():
+            parameter.requires_grad_(before)
 
 
 def schedule(step: int, steps: int) -> float:

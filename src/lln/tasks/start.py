@@ -25,7 +25,14 @@ from lln.tasks.mlm import roberta_config
 from lln.tasks.presets import SAME, GlueConfig, MlmConfig, is_hugging_face
 from lln.tasks.run import CONFIG, RESTORE
 
-TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "sentencepiece.bpe.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+)
 
 
 class Start(Protocol):

@@ -25,6 +25,10 @@ NAMED = ("stdlib", "wikitext-2", "wikipedia")
 NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "encodings", "__pycache__"}
 
 
+class NoDocumentsError(ValueError):
+    """A source has no documents in a split."""
+
+
 def read_documents(source: str, split: Split, data_dir: Path | None) -> list[str]:
     """The documents of one split of a source, in an order that is always the same; empty documents are left out.
 
@@ -40,7 +44,7 @@ def read_documents(source: str, split: Split, data_dir: Path | None) -> list[str
         raise ValueError(f"source {source!r} names a part twice")
     documents = [document for name in names for document in _read(name, split, data_dir) if document.strip()]
     if not documents:
-        raise ValueError(
+        raise NoDocumentsError(
             f"source {source!r} has no {split} documents: {HELD_OUT:.0%} of the documents are held out for validation, "
             "chosen by hash; give more of them, or a data set folder with a validation split"
         )
