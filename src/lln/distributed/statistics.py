@@ -32,16 +32,17 @@ from lln.problem import Centers, Problem
 
 def sample_centers(problem: Problem, layout: Layout) -> Centers:
     """The means (B, H, D) and (B, H_k, D) of the kept queries and keys of each sequence; gradients flow through."""
-    dtype = accumulator(problem.query.dtype)
+    # In float64, so that the mean of equal tokens is that token: what rounding leaves of it would be scaled to one.
     sums = [
-        fill_padding(x.to(dtype), keep).sum(dim=2)
+        fill_padding(x, keep).sum(dim=2, dtype=sum_dtype(x.device))
         for x, keep in ((problem.query, problem.queries.keep), (problem.key, problem.keys.keep))
     ]
     counts = torch.stack([layout.total(side) for side in (0, 1)]).clamp(min=1).to(sums[0])
     total: Tensor = SumOverRanks.apply(layout, rows_of(sums))  # type: ignore[no-untyped-call]
     means = torch.split(total, [sums[0][0].numel(), sums[1][0].numel()], dim=1)
+    dtype = accumulator(problem.query.dtype)
     center_q, center_k = (
-        (mean / count[:, None]).view(x.shape) for mean, count, x in zip(means, counts, sums, strict=True)
+        (mean / count[:, None]).view(x.shape).to(dtype) for mean, count, x in zip(means, counts, sums, strict=True)
     )
     return center_q, center_k
 
