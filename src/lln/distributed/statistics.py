@@ -29,6 +29,8 @@ from lln.matching.moments import (
 from lln.precision import accumulator, sum_dtype
 from lln.problem import Centers, Problem
 
+FEW = 16  # processes up to which sums of a few numbers are sent to all at once: with more, in one exchange more
+
 
 def sample_centers(problem: Problem, layout: Layout) -> Centers:
     """The means (B, H, D) and (B, H_k, D) of the kept queries and keys of each sequence; gradients flow through."""
@@ -140,6 +142,9 @@ def _product_of_squares(square_q: Tensor, square_k: Tensor, numbers: Tensor, lay
         products = product(found.sum(dim=0)).expand(size, batch, heads)
     else:
         products = torch.stack([product(found.where(x[:, None, :, None], 0.0).sum(dim=0)) for x in together])
+    if layout.is_plain and size > FEW:
+        total = layout.sum(torch.cat((products[0, ..., None], numbers), dim=-1), layout.together)
+        return total[..., 0], total[..., 1:]
     # Each owner's products for each process, and the numbers of this one for those that hold the same sequences.
     shared = numbers.expand(size, *numbers.shape).where(together[:, own, :, None, None], 0.0)
     out = torch.cat((products[..., None], shared), dim=-1)

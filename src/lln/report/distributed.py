@@ -31,6 +31,7 @@ PREDICTED_NETWORKS = {
 }
 # Collectives of a layer, forward and backward: header, counts, means, squares, numbers; state there and back, twice.
 EXCHANGES = 10
+FEW = 16  # processes, with more of which the numbers are sent there and back, see `lln.distributed.statistics`
 ATTENTIONS = ("lln", "ring", "ulysses")
 LARGEST_ERROR = 0.25  # of a fit from which times of other sizes are predicted
 
@@ -171,11 +172,13 @@ def traffic(tokens: int, size: int, heads: int, width: int) -> dict[str, tuple[f
     """Exchanges, messages and numbers that each process sends in a layer, forward and backward."""
     share, part = (size - 1) / size, tokens / size
     state = heads * width * (width + 1)
-    # Squares once, means and the state there and back, the state's gradients too; small numbers go to all.
-    lln = share * (heads * width * (width + 1) + 4 * heads * width + 4 * state) + (size - 1) * (8 * heads + 16)
+    # Squares once, means and the state there and back, the state's gradients too; header and counts go to all.
+    lln = share * (heads * width * (width + 1) + 4 * heads * width + 4 * state) + (size - 1) * 16
+    lln += 8 * heads * (size - 1 if size <= FEW else 2 * share)
+    exchanges = EXCHANGES + (size > FEW)
     ring_steps = size - 1
     return {
-        "lln": (EXCHANGES, EXCHANGES * (size - 1), lln),
+        "lln": (exchanges, exchanges * (size - 1), lln),
         "ring": (2 * ring_steps, 2 * ring_steps, 3 * ring_steps * part * heads * 2 * width),
         "ulysses": (8, 8 * (size - 1), 8 * share * part * heads * width),
     }
