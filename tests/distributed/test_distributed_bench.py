@@ -41,7 +41,7 @@ def rows_of(a, b, c, d, *, slowed=1.0):
             for tokens in (10_000, 50_000):
                 sent = 0 if size == 1 else 1e5 * size
                 wire = 0 if megabits is None or size == 1 else d * sent
-                cpu = a * tokens / size + b * EXCHANGES * (size - 1)
+                cpu = a * tokens / (size if size > 1 else 3) + b * EXCHANGES * (size - 1)  # one process has other code
                 seconds = cpu * max(1, size / 2) + c * EXCHANGES * (delay if size > 1 else 0.0) / 1e3
                 seconds += wire * 8 / (megabits * 1e6) if megabits else 0.0
                 place = {"network": str(megabits), "processes": size, "tokens": tokens, "heads": 4}

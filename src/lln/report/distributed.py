@@ -2,11 +2,11 @@
 beside ring attention and Ulysses.
 
 The model: seconds = a N / P + b E (P - 1) + c E delay + d bytes / bandwidth, with E exchanges of a layer. a and b are
-fitted to the time that a process spends on a processor, which other programs disturb less than they do the clock; c, at
-least 1, to what is left of the clock in networks with a delay, where processes that share a machine wait for each other
-as its processors make them. d is not fitted, because the few bytes that LLN sends do not show in its time: it is what
-goes over the wire for each byte. The same a, b, c, d are taken for the other two, with their own messages and bytes and
-the quadratic time of softmax attention:
+fitted to the time on a processor of each of several processes (one alone runs other code): other programs disturb it
+less than they do the clock. c, at least 1, is fitted to what is left of the clock in networks with a delay, once the
+processes of one machine have waited for its processors. d is not fitted, because the few bytes that LLN sends do not
+show in its time: it is what goes over the wire for each byte. The same a, b, c, d are taken for the other two, with
+their own messages and bytes and the quadratic time of softmax attention:
 
 - ring attention: keys and values pass all processes, and in the backward pass they and their gradients;
 - Ulysses: all-to-all from tokens to heads and back, for q, k, v and the output, and for their gradients. It needs at
@@ -115,12 +115,12 @@ def fit(rows: Sequence[Row], *, processors: int) -> dict[str, float]:
     """The coefficients of the model from relative errors, and the largest relative error, `error`.
 
     Args:
-        rows: measurements, with networks among them.
+        rows: measurements of several processes, with networks among them, and of softmax attention.
         processors: of the machine that all processes shared.
     """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
-    measured = [row for row in rows if "seconds" in row]
+    measured = [row for row in rows if "seconds" in row and row["processes"] > 1]
     work = torch.tensor([_work(row) for row in measured], dtype=torch.float64)
     cpu, seconds = (torch.tensor([row[x] for row in measured], dtype=torch.float64) for x in ("cpu_seconds", "seconds"))
     weighted = work / cpu[:, None]
@@ -129,7 +129,7 @@ def fit(rows: Sequence[Row], *, processors: int) -> dict[str, float]:
     factor = max(row["wire_bytes"] / row["sent_bytes"] for row in measured if row["wire_bytes"])
     crowd = torch.tensor([max(1.0, row["processes"] / processors) for row in measured], dtype=torch.float64)
     transfer = [8 * row["sent_bytes"] / (1e6 * row["megabits"]) if row["megabits"] else 0.0 for row in measured]
-    delay = [EXCHANGES * row["delay"] / 1e3 if row["processes"] > 1 else 0.0 for row in measured]
+    delay = [EXCHANGES * row["delay"] / 1e3 for row in measured]
     moved, delayed = (torch.tensor(x, dtype=torch.float64) for x in (transfer, delay))
     rest = (seconds - crowd * (work @ found) - factor * moved) / seconds
     share = delayed / seconds
