@@ -40,6 +40,7 @@ def distributed_tables(result: Result) -> list[Table]:
     """Measurements, and if networks were among them, predictions."""
     rows, setting = result.rows, result.settings
     measured = [row for row in rows if "seconds" in row]
+    is_quiet = all(x["quiet"] for x in result.origin.get("noise", []))
     measurements = Table(
         "One layer of attention, forward and backward",
         (
@@ -48,7 +49,8 @@ def distributed_tables(result: Result) -> list[Table]:
             "processes",
             "heads",
             "tokens",
-            "ms",
+            *(["ms"] if is_quiet else []),
+            "processor ms",
             "messages",
             "KB sent",
             "KB on the wire",
@@ -61,7 +63,8 @@ def distributed_tables(result: Result) -> list[Table]:
                 str(row["processes"]),
                 str(row["heads"]),
                 f"{row['tokens']:,}",
-                f"{row['seconds'] * 1e3:,.0f}",
+                *([f"{row['seconds'] * 1e3:,.0f}"] if is_quiet else []),
+                f"{row['cpu_seconds'] * 1e3:,.0f}",
                 f"{row['messages']:.0f}",
                 f"{row['sent_bytes'] / 1e3:,.1f}",
                 f"{row['wire_bytes'] / 1e3:,.1f}" if row["wire_bytes"] else "",
@@ -69,7 +72,10 @@ def distributed_tables(result: Result) -> list[Table]:
             )
             for row in measured
         ],
-        ("Times are of the slowest process; the rest is of the process that has most of it.",),
+        (
+            "All of it is of the process that has most."
+            + ("" if is_quiet else " Other programs were at work, so times of the clock are left out."),
+        ),
     )
     sizes = {"heads": setting["heads"], "width": setting["head_dim"]}
     used = [row for row in rows if row.get("heads", setting["heads"]) == setting["heads"]]
