@@ -245,6 +245,9 @@ def attention_cases(size):
                 is_causal=causal,
             ),
         )
+    equal = make()
+    equal[0] = equal[0][:, :, :1].expand_as(equal[0])  # all queries, which have no content then
+    yield "equal queries", partial(compare, function="lln_attention", parts=even, tokens=equal, form="decomposed")
     yield "scope of the batch", partial(compare, function="lln_attention", parts=even, scope="batch")
     for matching in ("linear", "entropy"):
         yield matching, partial(compare, function="lln_attention", parts=even, matching=matching)

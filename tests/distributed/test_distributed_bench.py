@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("scipy")
 
 from lln.bench.distributed import is_measured, jobs
-from lln.report.distributed import EXCHANGES, PREDICTED_PROCESSES, distributed_tables, fit, predict, traffic
+from lln.distributed import statistics
+from lln.report.distributed import EXCHANGES, FEW, PREDICTED_PROCESSES, distributed_tables, fit, predict, traffic
 from lln.results import Result, read_results
 
 RECORD = Path(__file__).parents[2] / "results/distributed.jsonl"
@@ -20,7 +21,10 @@ def test_predicted_bytes_are_those_that_were_sent():
     for row in rows:
         numbers = traffic(row["tokens"], row["processes"], row["heads"], result.settings["head_dim"])["lln"][2]
         assert 4 * numbers == row["sent_bytes"]
-    assert [len(table.columns) for table in distributed_tables(result)] == [10, 12]
+    columns = [table.columns for table in distributed_tables(result)]
+    is_quiet = all(x["quiet"] for x in result.origin["noise"])
+    assert ("ms" in columns[0]) == is_quiet
+    assert len(columns[1]) in ((5, 12) if is_quiet else (5,))
 
 
 def test_a_million_tokens_are_measured_with_and_without_blocks():
@@ -40,7 +44,7 @@ def rows_of(a, b, c, d, *, slowed=1.0):
             for tokens in (10_000, 50_000):
                 sent = 0 if size == 1 else 1e5 * size
                 wire = 0 if megabits is None or size == 1 else d * sent
-                cpu = a * tokens / size + b * EXCHANGES * (size - 1)
+                cpu = a * tokens / (size if size > 1 else 3) + b * EXCHANGES * (size - 1)  # one process has other code
                 seconds = cpu * max(1, size / 2) + c * EXCHANGES * (delay if size > 1 else 0.0) / 1e3
                 seconds += wire * 8 / (megabits * 1e6) if megabits else 0.0
                 place = {"network": str(megabits), "processes": size, "tokens": tokens, "heads": 4}
@@ -81,7 +85,8 @@ def test_times_are_not_predicted_from_a_bad_fit():
     assert "times are not predicted" in table.notes[0]
 
 
-@pytest.mark.parametrize("heads", [4, 12, 32])
+@pytest.mark.parametrize("heads", [2, 4, 12])
 def test_predicted_traffic_is_below_what_is_promised(heads):
     for size in PREDICTED_PROCESSES:
         assert traffic(1_000_000, size, heads, 64)["lln"][2] <= 4 * heads * (64 * 64 + 64 * 64 + 3 * 64)
+    assert FEW == statistics.FEW

@@ -181,12 +181,30 @@ def autocast(group):
         assert distributed.lln_attention(q, k, v, group=group).dtype == torch.bfloat16
 
 
+def autocast_ratio(group):
+    q, k, v = tokens(dist.get_rank(group))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, ratio = distributed.near_with_mass_ratio(q, k, v, group=group, near="window", block_size=5)
+    assert (output.dtype, ratio.dtype) == (torch.bfloat16, torch.float32)
+
+
+def weight_on_one_rank(group):
+    def call(rank):
+        q, k, v = tokens(rank)
+        weight = torch.zeros(1, 2, 12 if rank < 2 else 11) if rank else None
+        distributed.near_with_mass_ratio(q, k, v, weight, group=group, near="blocks", block_size=5)
+
+    refused(group, [r"rank 2: ValueError: key_weight must have shape \(1, 2, 12\)"], call)
+
+
 def nothing_at_all(group):
     q, k, v = (x[:, :, :0].requires_grad_() for x in tokens(0))
     output = distributed.lln_diag_attention(q, k, v, group=group)
     output.sum().backward()
     assert output.shape == (1, 2, 0, 8)
     assert q.grad is not None
+    output, ratio = distributed.near_with_mass_ratio(q, k, v, group=group, near="blocks", block_size=5)
+    assert (output.shape, ratio.shape) == ((1, 2, 0, 8), (1, 2, 0))
 
 
 def error_cases():
@@ -217,6 +235,8 @@ def error_cases():
     yield "second order", second_order
     yield "no_grad", without_gradients
     yield "autocast", autocast
+    yield "autocast, ratio", autocast_ratio
+    yield "weight on one rank", weight_on_one_rank
     yield "nothing", nothing_at_all
     for causal in (False, True):
         for what in "qkv":

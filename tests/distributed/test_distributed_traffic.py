@@ -10,6 +10,8 @@ from distributed_world import report, run_world
 from lln import distributed
 from lln.bench.measure import peak_bytes, reset_peak
 from lln.bench.peak import give_back_what_is_freed
+from lln.distributed import statistics
+from lln.report import distributed as model
 
 
 def sent(group, function, *, tokens, heads, width, **options):
@@ -90,6 +92,21 @@ def check_memory(group, tokens=1 << 17, width=64, **options):
     assert share < 0.3, f"{share:.3f} of one process"
 
 
+def check_many(group):
+    """Small sums as with many processes: the same scales, and what `lln bench distributed` counts."""
+    H, D, P = 4, 16, dist.get_world_size(group)
+    q, k, v = (torch.randn(1, H, 50, D) for _ in range(3))
+    expected = distributed.lln_attention(q, k, v, group=group)
+    few, statistics.FEW, model.FEW = statistics.FEW, 2, 2
+    try:
+        found = distributed.lln_attention(q, k, v, group=group)
+        _, sent_bytes = sent(group, "lln_attention", tokens=256, heads=H, width=D)
+        assert sent_bytes == 4 * model.traffic(256, P, H, D)["lln"][2]
+    finally:
+        statistics.FEW = model.FEW = few
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
 def traffic_cases():
     for causal in (False, True):
         options = {"is_causal": causal}
@@ -106,6 +123,7 @@ def traffic_cases():
         yield f"same, {name}", partial(check_same, function="lln_diag_attention", longest=65_536, **options)
     yield "by hand", check_by_hand
     yield "neighbours", check_neighbors
+    yield "many", check_many
     if Path("/proc/self/clear_refs").exists():
         yield "memory", check_memory
         yield "memory, causal", partial(check_memory, is_causal=True)

@@ -26,7 +26,7 @@ import lln.functional as local
 from lln import neighbors
 from lln.distributed.core import attend
 from lln.distributed.ranks import Group, find_ranks
-from lln.problem import NearOptions, Options, QueryOptions, autocast_like_sdpa
+from lln.problem import Near, NearOptions, Options, QueryOptions, TokenOptions, autocast_like_sdpa
 
 
 def lln_attention(
@@ -79,14 +79,19 @@ def near_with_mass_ratio(
     key_weight: Tensor | None = None,
     *,
     group: Group,
-    **options: Unpack[NearOptions],
+    near: Near,
+    block_size: int,
+    **options: Unpack[TokenOptions],
 ) -> tuple[Tensor, Tensor]:
-    """`lln.neighbors.near_with_mass_ratio` of sequences whose parts the processes of a group hold."""
+    """`lln.neighbors.near_with_mass_ratio` of sequences whose parts the processes of a group hold.
+
+    `key_weight` (B, H, N) is for the tokens of this process.
+    """
     ranks = find_ranks(group)
+    given: Any = {"near": near, "block_size": block_size, **options, "key_weight": key_weight}
     if ranks.size == 1:
-        return neighbors.near_with_mass_ratio(query, key, value, key_weight, **options)
+        return neighbors.near_with_mass_ratio(query, key, value, **given)
     names = {*get_type_hints(NearOptions), "key_weight"}
-    given: Any = {"near": "blocks", **options, "key_weight": key_weight}
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         found: Tensor = _attend(

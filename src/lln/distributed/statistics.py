@@ -29,19 +29,22 @@ from lln.matching.moments import (
 from lln.precision import accumulator, sum_dtype
 from lln.problem import Centers, Problem
 
+FEW = 16  # processes up to which sums of a few numbers are sent to all at once: with more, in one exchange more
+
 
 def sample_centers(problem: Problem, layout: Layout) -> Centers:
     """The means (B, H, D) and (B, H_k, D) of the kept queries and keys of each sequence; gradients flow through."""
-    dtype = accumulator(problem.query.dtype)
+    # In float64, so that the mean of equal tokens is that token: what rounding leaves of it would be scaled to one.
     sums = [
-        fill_padding(x.to(dtype), keep).sum(dim=2)
+        fill_padding(x, keep).sum(dim=2, dtype=sum_dtype(x.device))
         for x, keep in ((problem.query, problem.queries.keep), (problem.key, problem.keys.keep))
     ]
     counts = torch.stack([layout.total(side) for side in (0, 1)]).clamp(min=1).to(sums[0])
     total: Tensor = SumOverRanks.apply(layout, rows_of(sums))  # type: ignore[no-untyped-call]
     means = torch.split(total, [sums[0][0].numel(), sums[1][0].numel()], dim=1)
+    dtype = accumulator(problem.query.dtype)
     center_q, center_k = (
-        (mean / count[:, None]).view(x.shape) for mean, count, x in zip(means, counts, sums, strict=True)
+        (mean / count[:, None]).view(x.shape).to(dtype) for mean, count, x in zip(means, counts, sums, strict=True)
     )
     return center_q, center_k
 
@@ -139,6 +142,9 @@ def _product_of_squares(square_q: Tensor, square_k: Tensor, numbers: Tensor, lay
         products = product(found.sum(dim=0)).expand(size, batch, heads)
     else:
         products = torch.stack([product(found.where(x[:, None, :, None], 0.0).sum(dim=0)) for x in together])
+    if layout.is_plain and size > FEW:
+        total = layout.sum(torch.cat((products[0, ..., None], numbers), dim=-1), layout.together)
+        return total[..., 0], total[..., 1:]
     # Each owner's products for each process, and the numbers of this one for those that hold the same sequences.
     shared = numbers.expand(size, *numbers.shape).where(together[:, own, :, None, None], 0.0)
     out = torch.cat((products[..., None], shared), dim=-1)

@@ -2,11 +2,11 @@
 beside ring attention and Ulysses.
 
 The model: seconds = a N / P + b E (P - 1) + c E delay + d bytes / bandwidth, with E exchanges of a layer. a and b are
-fitted to the time that a process spends on a processor, which other programs disturb less than they do the clock; c, at
-least 1, to what is left of the clock in networks with a delay, where processes that share a machine wait for each other
-as its processors make them. d is not fitted, because the few bytes that LLN sends do not show in its time: it is what
-goes over the wire for each byte. The same a, b, c, d are taken for the other two, with their own messages and bytes and
-the quadratic time of softmax attention:
+fitted to the time on a processor of each of several processes (one alone runs other code): other programs disturb it
+less than they do the clock. c, at least 1, is fitted to what is left of the clock in networks with a delay, once the
+processes of one machine have waited for its processors. d is not fitted, because the few bytes that LLN sends do not
+show in its time: it is what goes over the wire for each byte. The same a, b, c, d are taken for the other two, with
+their own messages and bytes and the quadratic time of softmax attention:
 
 - ring attention: keys and values pass all processes, and in the backward pass they and their gradients;
 - Ulysses: all-to-all from tokens to heads and back, for q, k, v and the output, and for their gradients. It needs at
@@ -31,6 +31,7 @@ PREDICTED_NETWORKS = {
 }
 # Collectives of a layer, forward and backward: header, counts, means, squares, numbers; state there and back, twice.
 EXCHANGES = 10
+FEW = 16  # processes, with more of which the numbers are sent there and back, see `lln.distributed.statistics`
 ATTENTIONS = ("lln", "ring", "ulysses")
 LARGEST_ERROR = 0.25  # of a fit from which times of other sizes are predicted
 
@@ -39,6 +40,7 @@ def distributed_tables(result: Result) -> list[Table]:
     """Measurements, and if networks were among them, predictions."""
     rows, setting = result.rows, result.settings
     measured = [row for row in rows if "seconds" in row]
+    is_quiet = all(x["quiet"] for x in result.origin.get("noise", []))
     measurements = Table(
         "One layer of attention, forward and backward",
         (
@@ -47,7 +49,8 @@ def distributed_tables(result: Result) -> list[Table]:
             "processes",
             "heads",
             "tokens",
-            "ms",
+            *(["ms"] if is_quiet else []),
+            "processor ms",
             "messages",
             "KB sent",
             "KB on the wire",
@@ -60,7 +63,8 @@ def distributed_tables(result: Result) -> list[Table]:
                 str(row["processes"]),
                 str(row["heads"]),
                 f"{row['tokens']:,}",
-                f"{row['seconds'] * 1e3:,.0f}",
+                *([f"{row['seconds'] * 1e3:,.0f}"] if is_quiet else []),
+                f"{row['cpu_seconds'] * 1e3:,.0f}",
                 f"{row['messages']:.0f}",
                 f"{row['sent_bytes'] / 1e3:,.1f}",
                 f"{row['wire_bytes'] / 1e3:,.1f}" if row["wire_bytes"] else "",
@@ -68,7 +72,10 @@ def distributed_tables(result: Result) -> list[Table]:
             )
             for row in measured
         ],
-        ("Times are of the slowest process; the rest is of the process that has most of it.",),
+        (
+            "All of it is of the process that has most."
+            + ("" if is_quiet else " Other programs were at work, so times of the clock are left out."),
+        ),
     )
     sizes = {"heads": setting["heads"], "width": setting["head_dim"]}
     used = [row for row in rows if row.get("heads", setting["heads"]) == setting["heads"]]
@@ -114,12 +121,12 @@ def fit(rows: Sequence[Row], *, processors: int) -> dict[str, float]:
     """The coefficients of the model from relative errors, and the largest relative error, `error`.
 
     Args:
-        rows: measurements, with networks among them.
+        rows: measurements of several processes, with networks among them, and of softmax attention.
         processors: of the machine that all processes shared.
     """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
-    measured = [row for row in rows if "seconds" in row]
+    measured = [row for row in rows if "seconds" in row and row["processes"] > 1]
     work = torch.tensor([_work(row) for row in measured], dtype=torch.float64)
     cpu, seconds = (torch.tensor([row[x] for row in measured], dtype=torch.float64) for x in ("cpu_seconds", "seconds"))
     weighted = work / cpu[:, None]
@@ -128,7 +135,7 @@ def fit(rows: Sequence[Row], *, processors: int) -> dict[str, float]:
     factor = max(row["wire_bytes"] / row["sent_bytes"] for row in measured if row["wire_bytes"])
     crowd = torch.tensor([max(1.0, row["processes"] / processors) for row in measured], dtype=torch.float64)
     transfer = [8 * row["sent_bytes"] / (1e6 * row["megabits"]) if row["megabits"] else 0.0 for row in measured]
-    delay = [EXCHANGES * row["delay"] / 1e3 if row["processes"] > 1 else 0.0 for row in measured]
+    delay = [EXCHANGES * row["delay"] / 1e3 for row in measured]
     moved, delayed = (torch.tensor(x, dtype=torch.float64) for x in (transfer, delay))
     rest = (seconds - crowd * (work @ found) - factor * moved) / seconds
     share = delayed / seconds
@@ -171,11 +178,13 @@ def traffic(tokens: int, size: int, heads: int, width: int) -> dict[str, tuple[f
     """Exchanges, messages and numbers that each process sends in a layer, forward and backward."""
     share, part = (size - 1) / size, tokens / size
     state = heads * width * (width + 1)
-    # Squares once, means and the state there and back, the state's gradients too; small numbers go to all.
-    lln = share * (heads * width * (width + 1) + 4 * heads * width + 4 * state) + (size - 1) * (8 * heads + 16)
+    # Squares once, means and the state there and back, the state's gradients too; header and counts go to all.
+    lln = share * (heads * width * (width + 1) + 4 * heads * width + 4 * state) + (size - 1) * 16
+    lln += 8 * heads * (size - 1 if size <= FEW else 2 * share)
+    exchanges = EXCHANGES + (size > FEW)
     ring_steps = size - 1
     return {
-        "lln": (EXCHANGES, EXCHANGES * (size - 1), lln),
+        "lln": (exchanges, exchanges * (size - 1), lln),
         "ring": (2 * ring_steps, 2 * ring_steps, 3 * ring_steps * part * heads * 2 * width),
         "ulysses": (8, 8 * (size - 1), 8 * share * part * heads * width),
     }
