@@ -31,8 +31,11 @@ def test_registered_ops_pass_opcheck(tokens, is_causal):
         (*inputs, None, keep, None, None, False, 8, is_causal, "variance"),
     ):
         torch.library.opcheck(autograd.forward_op, arguments)
+    rest = (True, None, "paper", None, None)
+    near = (*inputs, None, keep, None, None, False, 8, is_causal, "variance", *rest)
+    torch.library.opcheck(autograd.forward_op, (*near, True))
     q, k, v = (x.detach() for x in inputs)
-    output, *kept = binding.forward(q, k, v, None, None, None, None, True, 0, is_causal, "variance")
+    output, *kept, _ = binding.forward(q, k, v, None, None, None, None, True, 0, is_causal, "variance")
     torch.library.opcheck(autograd.backward_op, (output, q, k, v, None, None, *kept, True, 0, is_causal, True))
 
 
@@ -58,7 +61,7 @@ def test_the_op_with_weights(tokens, is_causal):
     settings = (None, None, *scales, True, 16, is_causal, "variance", True)
     torch.library.opcheck(autograd.forward_op, (q, k, v, *settings, weight))
     tensors = [x.detach() for x in (q, k, v)]
-    output, *kept = binding.forward(*tensors, *settings, weight.detach())
+    output, *kept, _ = binding.forward(*tensors, *settings, weight.detach())
     arguments = (output, *tensors, None, None, *kept, True, 16, is_causal, True, True, weight.detach(), True)
     torch.library.opcheck(autograd.backward_op, arguments)
     gradient = torch.randn(1, 2, 40, 8)

@@ -27,7 +27,7 @@ def attention_of(kind, keep=None):
     if kind.startswith("blocks"):
         options = {"block_size": 16, "is_causal": kind.endswith("causal")}
         theirs = functools.partial(reference.block_diagonal_attention, key_padding_mask=keep, **options)
-        return lambda q, k, v, *_: block_diagonal_attention(q, k, v, keep, **options), lambda q, k, v, *_: theirs(
+        return lambda q, k, v, *_: block_diagonal_attention(q, k, v, keep, **options)[0], lambda q, k, v, *_: theirs(
             q, k, v
         )
 
