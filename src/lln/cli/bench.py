@@ -225,7 +225,7 @@ def kernels(
     recording = _recording(context, out, "kernels", settings, 0, True, None)
     with Progress("compile", len(jobs)) as bar:
         for done in compile_all(jobs, workers or os.cpu_count() or 1):
-            recording.rows.append(done.row)
+            recording.add(done.row)
             bar.advance()
     for one in archs:
         for kind in chosen:

@@ -118,24 +118,28 @@ def _full_backward(
     tiles = run.tiles("keys_backward_kernel", keys)
     into = _Results(inputs, wanted, run.sizes["BLOCK_D"], splits, tiles)
     d_mass, _, d_sums = new_summary(run, query, batch * heads * splits)
-    run(
-        "queries_backward_kernel",
-        batch * heads * splits,
-        run.sizes["VALUE_BLOCKS"],
-        needs=ALL,
-        queries=queries_of(inputs, inputs.keep_query),
-        gradient=rows_of(gradient),
-        **into.of_queries(wanted),
-        mass=mass,
-        values=values,
-        d_masses=d_mass,
-        d_sums=d_sums,
-        heads=heads,
-        tokens=tokens,
-        splits=splits,
-        split_tokens=split_tokens,
-        PRECISION=run.precision,
-    )
+    of_queries = into.of_queries(wanted) | {"d_masses": d_mass, "d_sums": d_sums}
+    parts = [of_queries]
+    if max(run.widths) > configs.WIDEST_QUERIES_BACKWARD:
+        none = dict.fromkeys(into.of_queries(wanted))
+        parts = [of_queries | {"d_sums": None}, of_queries | none | {"d_masses": None}]
+    for part in parts:
+        run(
+            "queries_backward_kernel",
+            batch * heads * splits,
+            1 if part["d_sums"] is None else run.sizes["VALUE_BLOCKS"],
+            needs=ALL,
+            queries=queries_of(inputs, inputs.keep_query),
+            gradient=rows_of(gradient),
+            **part,
+            mass=mass,
+            values=values,
+            heads=heads,
+            tokens=tokens,
+            splits=splits,
+            split_tokens=split_tokens,
+            PRECISION=run.precision,
+        )
     shift, sums = torch.empty_like(mass), torch.empty_like(values)
     features = min(run.sizes["BLOCK_D"], 32)
     run(
@@ -152,17 +156,17 @@ def _full_backward(
         BLOCK_F=features,
     )
     both = into.of_keys(wanted)
-    parts = [both]
+    key_parts = [both]
     if run.sizes["BLOCK_D"] > configs.WIDEST_KEYS_BACKWARD:
-        parts = [both._replace(value=None), KeyGradients(None, both.value, None, None, None, None)]
-    for part in parts:
+        key_parts = [both._replace(value=None), KeyGradients(None, both.value, None, None, None, None)]
+    for key_part in key_parts:
         run(
             "keys_backward_kernel",
             batch * key.shape[1] * tiles,
             needs=ALL,
             **_key_arguments(inputs, form, tiles),
             value=rows_of(inputs.value),
-            into=part,
+            into=key_part,
             mass=mass,
             shift=shift,
             sums=sums,

@@ -13,8 +13,9 @@ FLOAT32_SUM_ENTRIES = 4096
 CAUSAL_SUM_ENTRIES = 1024
 # Causal kernels, and those of neighbours, hold more of a token in registers: wider heads would spill.
 WIDEST_CAUSAL, WIDEST_NEAR = 64, 128
-# Gradients of wider keys and of their values do not fit into the registers of one program.
-WIDEST_KEYS_BACKWARD = 128
+# Gradients of wider keys and of their values, or of queries and of the mean values, are two launches: both do not fit
+# into the registers of one program.
+WIDEST_KEYS_BACKWARD, WIDEST_QUERIES_BACKWARD = 128, 64
 # Splits of a sequence, of which each has a summary: so many at least, each of at least so many tokens, and more of them
 # in sequences longer than so many tokens each. Few leave multiprocessors idle where samples and heads are few, and
 # summaries of many take bytes; with these the bound of `lln bench kernels` for 12 heads is lowest, or near it, at all
@@ -49,7 +50,8 @@ PIPELINED = frozenset(("moments_kernel", "summarize_kernel", "recall_kernel", "q
 
 # For these the compiler would spill a few bytes, so that one more program fits onto a multiprocessor, unless it is told
 # that it may take all registers of a thread.
-UNSPILLED = NEAR | CAUSAL | {"match_kernel", "combine_gradients_kernel"}
+UNSPILLED = NEAR | CAUSAL | PIPELINED
+UNSPILLED |= {"match_kernel", "combine_gradients_kernel", "finish_keys_kernel", "step_kernel"}
 ALL_REGISTERS = 255
 
 

@@ -46,7 +46,10 @@ def queries_backward_kernel(
     VALUE_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """d_query, and dL and dS of each split; a program has BLOCK_V columns of dS, and the first of them the rest."""
+    """d_query, and dL and dS of each split; a program has BLOCK_V columns of dS, and the first of them the rest.
+
+    One of `d_query` and `d_sums` may be None, and what belongs to it is then left out.
+    """
     place, pair, split, batch, head = place_of(splits, heads)
     own_first = tl.program_id(1) * BLOCK_V
     middle = load_center(queries.center, batch, head, D, BLOCK_D)
@@ -62,8 +65,7 @@ def queries_backward_kernel(
         rows = first + tl.arange(0, BLOCK_N)
         a, q, scale, is_row, usable = load_queries(queries, middle, batch, head, rows, end, D, BLOCK_D)
         shares = shares_of_features(a, own_mass, D, BLOCK_D)
-        own_g = load_rows(gradient, batch, head, rows, is_row, V, BLOCK_V, own_first)
-        if own_first == 0:
+        if d_query is not None and own_first == 0:
             seen = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
             for value_first in range(0, WIDTH, BLOCK_V):
                 g = load_rows(gradient, batch, head, rows, is_row, V, BLOCK_V, value_first)
@@ -79,10 +81,13 @@ def queries_backward_kernel(
             store_rows(d_query, batch, head, rows, is_row, d_q, D, BLOCK_D, 0)
             if d_alpha is not None:
                 tl.store(d_alpha + pair * tokens + rows, tl.sum(da * q, axis=1), mask=is_row)
-        total = dot(tl.trans(shares), own_g, total, PRECISION)
-    columns = own_first + tl.arange(0, BLOCK_V)
-    tl.store(matrices(d_sums, place, features, columns, BLOCK_D, WIDTH), total)
-    if own_first == 0:
+        if d_sums is not None:
+            own_g = load_rows(gradient, batch, head, rows, is_row, V, BLOCK_V, own_first)
+            total = dot(tl.trans(shares), own_g, total, PRECISION)
+    if d_sums is not None:
+        columns = own_first + tl.arange(0, BLOCK_V)
+        tl.store(matrices(d_sums, place, features, columns, BLOCK_D, WIDTH), total)
+    if d_query is not None and own_first == 0:
         tl.store(d_masses + place * BLOCK_D + features, d_mass)
         if d_center is not None:
             tl.store(d_center + place * BLOCK_D + features, d_middle)
