@@ -8,6 +8,7 @@ import torch
 import lln
 from lln import reference
 from lln.backends import explain
+from lln.backends.triton import configs
 
 pytestmark = pytest.mark.usefixtures("full_of_nan")
 
@@ -112,12 +113,20 @@ def test_matching_of_large_tokens(tokens, triton_backend, matching, is_causal):
     compare("lln_attention", inputs, matching=matching, is_causal=is_causal, form="unbiased")
 
 
-def test_more_splits_than_one(tokens, triton_backend, monkeypatch):
-    """Summaries of splits are merged in order; 300 tokens are three splits here."""
-    monkeypatch.setattr("lln.backends.triton.configs.SPLIT_TOKENS", 128)
-    inputs = tokens(B=1, H=1, N=300, D=16, dtype=torch.float32)
+def test_more_splits_than_one(tokens, triton_backend):
+    """Summaries of splits are merged in order; 600 tokens are three splits."""
+    assert configs.split_of(600, is_float32=True) == (3, 256)
+    inputs = tokens(B=1, H=1, N=600, D=16, dtype=torch.float32)
     compare("lln_attention", inputs)
     compare("lln_attention", inputs, is_causal=True)
+
+
+def test_splits_cover_every_length():
+    for tokens in (1, 255, 256, 257, 1024, 8192, 10_000, 100_000, 1_000_000):
+        for is_float32 in (False, True):
+            number, size = configs.split_of(tokens, is_float32=is_float32)
+            assert (number - 1) * size < tokens <= number * size
+            assert size % configs.ALIGNMENT == 0
 
 
 def test_cross_attention(tokens, triton_backend):
@@ -197,6 +206,9 @@ def test_reasons(tokens, monkeypatch):
     assert "triton: yes" in explain(wide, wide, wide)
     assert "triton: no, causal attention of head dimension 256 is wider than 64" in explain(
         wide, wide, wide, is_causal=True
+    )
+    assert "triton: no, width 256 is larger than 128, the most for attention among neighbours" in explain(
+        wide, wide, wide, block_size=4
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "triton: no, device is cpu" in explain(q.cpu(), k.cpu(), v.cpu())

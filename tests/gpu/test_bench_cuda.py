@@ -27,12 +27,13 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def fla(monkeypatch):
-    """A module with the signature of flash-linear-attention's function, and its plain formula."""
+    """A module with the signature of flash-linear-attention 0.6's function, and its plain formula."""
 
     def chunk_linear_attn(
-        q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True, head_first=False
+        q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True, cu_seqlens=None
     ):
         assert q.shape[1] >= q.shape[2], "heads before tokens"
+        assert all(x.is_contiguous() for x in (q, k, v)), "it would copy them"
         scale = k.shape[-1] ** -0.5 if scale is None else scale
         states = torch.einsum("bthk,bthv->bthkv", k, v).cumsum(dim=1)
         output = torch.einsum("bthk,bthkv->bthv", q * scale, states)

@@ -1,6 +1,7 @@
 """The kernels compiled ahead of time, without a GPU: nothing spills, all fits, and the bounds that are promised."""
 
 import os
+from itertools import combinations
 
 import pytest
 
@@ -8,9 +9,9 @@ pytest.importorskip("triton", reason="triton is not installed, see make test-tri
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("an interpreted kernel cannot be compiled", allow_module_level=True)
 
-from lln.backends.triton.tuning import kernels
+from lln.backends.triton.tuning import kernels, tensors_of
 from lln.bench.kernel_calls import CASES, all_calls, record_calls
-from lln.bench.kernels import GPUS, bound_of, compile_variant, variants_of
+from lln.bench.kernels import GPUS, _choices, all_variants, bound_of, compile_variant, cover, variants_of
 
 pytestmark = pytest.mark.compiled
 
@@ -21,26 +22,66 @@ def first_stages(dtype, head_dim, value_dim, cases=CASES):
     return dict.fromkeys(next(variants_of(call)) for call in calls)
 
 
-def spills(which):
-    """Of calls with all options at once; docs/gpu.md lists them."""
-    return pytest.mark.xfail(strict=True, reason=f"spills: {which} a thread")
-
-
 def test_every_kernel_is_compiled():
     assert {x.kernel for x in first_stages("float16", 64, 64)} == set(kernels())
 
 
+def test_any_two_choices_are_compiled_together():
+    variants = [x for x in all_variants(("float16", "float32"), [(16, 16), (64, 64)]) if x.kernel == "summarize_kernel"]
+    archs = ("sm_80", "sm_90")
+    every = [(variant, arch) for variant in variants for arch in archs]
+    pairs = {pair for job in every for pair in combinations(_choices(*job), 2)}
+    chosen = cover(variants, archs)
+    assert {pair for job in chosen for pair in combinations(_choices(*job), 2)} == pairs
+    assert len(chosen) < len(every) / 4
+
+
+def test_kernels_are_told_apart_as_triton_does():
+    """What is compiled here is what a launch on a GPU would compile."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import native_specialize_impl
+
+    backend = make_backend(GPUTarget("cuda", 80, 32))
+    seen = set()
+    for call in all_calls("float16", 64, 64):
+        variant = next(variants_of(call))
+        if variant.arguments in seen:
+            continue
+        seen.add(variant.arguments)
+        given = call.arguments | call.tiles()
+        for parameter, ours in zip(kernels()[call.kernel].params, variant.arguments, strict=True):
+            if parameter.is_constexpr:
+                continue
+            options = False, not parameter.do_not_specialize, not parameter.do_not_specialize_on_alignment
+            kind, key = native_specialize_impl(type(backend), given[parameter.name], *options)
+            assert described(ours) == (kind, without_empty(key)), (call.kernel, parameter.name)
+
+
+def without_empty(key):
+    return tuple(map(without_empty, key)) if isinstance(key, tuple) else None if key == "" else key
+
+
+def described(argument):
+    """An argument as Triton describes it: its type, and a constant or "D" for what is divisible by 16."""
+    if len(argument) == 2:
+        kinds, keys = zip(*map(described, argument[1]), strict=True)
+        return tuple(kinds), tuple(keys)
+    kind, constant, is_aligned = argument
+    return kind, constant if kind == "constexpr" else "D" if is_aligned else None
+
+
 # The case with all options, which takes the most registers, for each set of tiles. `lln bench kernels` compiles the
-# other options, dtypes, widths and numbers of stages too: thousands, which take too long here.
+# other options, dtypes, widths and numbers of stages too, which takes too long here.
 @pytest.mark.parametrize(
     ("arch", "dtype", "width"),
     [
-        pytest.param("sm_80", "float16", 64, marks=spills("near_kernel and near_queries_backward_kernel, 8 bytes")),
-        pytest.param("sm_90", "float16", 64, marks=spills("match_kernel and near_queries_backward_kernel, 8 bytes")),
+        ("sm_80", "float16", 64),
+        ("sm_90", "float16", 64),
         ("sm_80", "float32", 64),
         ("sm_80", "float16", 128),
         ("sm_80", "float32", 128),
-        pytest.param("sm_80", "float16", 256, marks=spills("keys_backward_kernel, 88 bytes; near kernels, 8 to 24")),
+        ("sm_80", "float16", 256),
     ],
 )
 def test_no_kernel_spills_and_all_fit_into_shared_memory(arch, dtype, width):
@@ -62,8 +103,8 @@ def test_forward_reads_tokens_twice_and_its_bound_is_near_one_pass(dtype):
     shape = (1, heads, tokens, width)
     times = {}
     for call in calls:
-        for name, x in call.arguments.items():
-            if getattr(x, "shape", None) == shape:
+        for name, x in tensors_of(call.arguments).items():
+            if x.shape == shape:
                 times.setdefault(id(x), set()).add((call.kernel, call.grid, name))
     assert sorted(len({kernel for kernel, _, _ in x}) for x in times.values()) == [1, 1, 2, 2]
     bound = bound_of(calls, GPUS["sm_80"], tokens=tokens, heads=heads, head_dim=width, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import lln
 from lln.backends import BACKENDS
@@ -34,6 +35,20 @@ def test_compile_keeps_one_graph_with_gradients(tokens, triton_backend, is_causa
     assert "queries_backward_kernel" in triton_backend or "causal_queries_backward_kernel" in triton_backend
     for x, y in zip(ours, torch.autograd.grad(loss(*inputs), inputs), strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_activation_checkpointing(tokens, triton_backend, is_causal):
+    """Tensors that are computed again may be read once."""
+    inputs = tokens(B=1, H=1, N=9, D=8, dtype=torch.float32, grad=True)
+
+    def attention(*inputs):
+        return lln.lln_diag_attention(*inputs, block_size=4, is_causal=is_causal).square().sum()
+
+    again = torch.utils.checkpoint.checkpoint(attention, *inputs, use_reentrant=False)
+    ours = torch.autograd.grad(again, inputs)
+    for x, y in zip(ours, torch.autograd.grad(attention(*inputs), inputs), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_export_gives_a_graph_that_runs_anywhere(tokens, triton_backend):

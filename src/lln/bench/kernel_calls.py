@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lln.backends.triton.configs import WIDEST_CAUSAL, WIDEST_NEAR
 from lln.bench.candidates import DTYPES
 from lln.matching.curves import Form, Matching
 from lln.recurrence import Memory, Recurrence
@@ -132,16 +133,17 @@ def record_calls(
 ) -> dict[str, list[Any]]:
     """The calls of one sample without options, by pass."""
     x = Tokens.make(dtype, head_dim, head_dim, tokens, batch=1, heads=heads, key_heads=heads)
-    far = record_far(x, Case(key_heads=heads), is_causal=is_causal)
-    near = record_near(x, padded=False, is_window=False, is_causal=is_causal)
-    names = ("LLN forward", "LLN backward", "blocks forward", "blocks backward")
-    return dict(zip(names, (*far, *near), strict=True))
+    passes = dict(
+        zip(("LLN forward", "LLN backward"), record_far(x, Case(key_heads=heads), is_causal=is_causal), strict=True)
+    )
+    if head_dim <= WIDEST_NEAR:
+        near = record_near(x, padded=False, is_window=False, is_causal=is_causal)
+        passes |= zip(("blocks forward", "blocks backward"), near, strict=True)
+    return passes
 
 
 def all_calls(dtype: str, head_dim: int, value_dim: int, cases: tuple[Case, ...] = CASES) -> Iterator[Any]:
     """Every kernel that runs for a width, with the options of `cases`; those that `why_not` refuses are left out."""
-    from lln.backends.triton.configs import WIDEST_CAUSAL
-
     sizes = dtype, head_dim, value_dim
     for case in cases:
         options: dict[str, Any] = {"batch": BATCH, "heads": HEADS, "key_heads": case.key_heads}
@@ -150,9 +152,9 @@ def all_calls(dtype: str, head_dim: int, value_dim: int, cases: tuple[Case, ...]
             if not is_causal or head_dim <= WIDEST_CAUSAL:
                 for calls in record_far(x, case, is_causal=is_causal):
                     yield from calls
-            for is_window in (False, True):
-                for calls in record_near(x, padded=case.padded, is_window=is_window, is_causal=is_causal):
-                    yield from calls
+        if max(head_dim, value_dim) <= WIDEST_NEAR:  # windows and causal blocks differ in numbers alone
+            for calls in record_near(x, padded=case.padded, is_window=False, is_causal=False):
+                yield from calls
         one = Tokens.make(*sizes, 1, **options)
         for near in (None, "blocks", "window"):
             yield from record_step(one, case, near=near)

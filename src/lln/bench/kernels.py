@@ -1,11 +1,14 @@
 """`lln bench kernels`: the Triton kernels compiled for real GPUs, and the least time they could take. None is timed.
 
-Calls are recorded on tensors without memory (`kernel_calls`), then each kernel is compiled as it would be for them. The
-bound of a call is the larger of the time that its bytes take at the bandwidth of the memory and the time that its
-products take on the tensor cores. Every tensor counts once for each kernel that has it, and once more for each program
-that reads the same rows again; sums that kernels hand to each other count too, although they would stay in the cache.
+Calls are recorded on tensors without memory (`kernel_calls`), then each kernel is compiled as it would be for them.
+The bound of a call is the larger of the time that its bytes take at the bandwidth of the memory and the time that its
+products take on the tensor cores. With fewer programs than multiprocessors, those that are idle multiply nothing and
+read nothing: the others have their share of the tensor cores and of what the L2 cache gives. Every tensor counts once
+for each kernel that has it, and once more for each program that reads the same rows again; sums that kernels hand to
+each other count too, although they would stay in the cache.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -13,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import combinations
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +33,14 @@ TYPES |= {"int32": "*i32", "int64": "*i64"}
 # Head and value widths that are compiled: each power of two, one that is padded, and values in blocks.
 WIDTHS = ((16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (256, 256), (64, 256))
 # What all programs along the second axis of a grid read, each for its own columns of the sums.
-READ_AGAIN = {"moments_kernel": ("x",), "summarize_kernel": ("key",), "causal_kernel": ("query", "key")}
-READ_AGAIN |= {"queries_backward_kernel": ("query",)}
+READ_AGAIN = {
+    "moments_kernel": ("query.pointer", "key.pointer"),
+    "summarize_kernel": ("keys.rows.pointer",),
+    "causal_kernel": ("queries.rows.pointer", "keys.rows.pointer"),
+    "queries_backward_kernel": ("queries.rows.pointer",),
+}
+# A type, a constant that is compiled in, and whether it is a multiple of 16; or a named tuple of these.
+Argument = tuple[str, str | bool | int | float | None, bool] | tuple[type, tuple["Argument", ...]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,9 @@ class Gpu:
 
     name: str
     capability: int
+    multiprocessors: int
     bandwidth: float
+    cache_bandwidth: float  # of all multiprocessors from the L2 cache: 5,120 bytes a clock
     operations: float
     shared_block: int  # shared memory of a program
     shared: int  # of a multiprocessor
@@ -48,8 +60,9 @@ class Gpu:
 
 
 GPUS = {
-    "sm_80": Gpu("A100 40 GB", 80, 1.555e12, 156e12, 163 << 10, 164 << 10),
-    "sm_90": Gpu("H100 SXM", 90, 3.35e12, 494.7e12, 227 << 10, 228 << 10),
+    "sm_80": Gpu("A100 40 GB", 80, 108, 1.555e12, 5120 * 1.41e9, 156e12, 163 << 10, 164 << 10),
+    # The cache of an H100 is taken to give as many bytes a clock as that of an A100: its maker does not say.
+    "sm_90": Gpu("H100 SXM", 90, 132, 3.35e12, 5120 * 1.83e9, 494.7e12, 227 << 10, 228 << 10),
 }
 
 
@@ -82,6 +95,25 @@ class Compiled:
         by_shared = gpu.shared // (self.shared + 1024)
         return min(by_registers, by_shared, gpu.warps // warps) * warps / gpu.warps
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """As it is recorded."""
+        x = self.variant
+        return {
+            "kernel": x.kernel,
+            "arch": self.arch,
+            "dtype": x.dtype,
+            "widths": list(x.widths),
+            "tile": x.tile,
+            "warps": x.warps,
+            "stages": x.stages,
+            "registers": self.registers,
+            "spilled": self.stack,
+            "shared": self.shared,
+            "occupancy": self.occupancy,
+            "problem": self.problem,
+        }
+
 
 class Variant(NamedTuple):
     """A kernel as it is compiled for some calls: the types of its arguments, and those that are constants."""
@@ -89,10 +121,11 @@ class Variant(NamedTuple):
     kernel: str
     dtype: str
     widths: tuple[int, int]
-    arguments: tuple[tuple[str, str | bool | int | float | None, bool], ...]  # type, constant, a multiple of 16
+    arguments: tuple[Argument, ...]
     tile: int
     warps: int
     stages: int
+    registers: int | None
 
 
 def variants_of(call: Any) -> Iterator[Variant]:
@@ -101,18 +134,37 @@ def variants_of(call: Any) -> Iterator[Variant]:
     from lln.backends.triton.tuning import kernels
 
     config, given = call.config(), call.arguments | call.tiles()
-    arguments = []
-    for parameter in kernels()[call.kernel].params:
-        x = given[parameter.name]
-        if parameter.is_constexpr or (isinstance(x, int) and x == 1):
-            arguments.append(("constexpr", x, False))
-        elif isinstance(x, Tensor):
-            arguments.append((TYPES[str(x.dtype).removeprefix("torch.")], None, True))
-        else:
-            arguments.append(("fp32", None, False) if isinstance(x, float) else ("i32", None, x % 16 == 0))
+    arguments = tuple(_described(given[x.name], x) for x in kernels()[call.kernel].params)
     dtype = str(call.dtype).removeprefix("torch.")
     for stages in dict.fromkeys(stages_of(call.kernel, config)):
-        yield Variant(call.kernel, dtype, call.widths, tuple(arguments), config.tile, config.warps, stages)
+        yield Variant(call.kernel, dtype, call.widths, arguments, *config._replace(stages=stages))
+
+
+def _described(x: Any, parameter: Any) -> Argument:
+    """An argument as Triton tells kernels apart by it."""
+    if isinstance(x, tuple):
+        return type(x), tuple(_described(part, parameter) for part in x)
+    is_one = isinstance(x, int) and x == 1 and not parameter.do_not_specialize
+    if parameter.is_constexpr or x is None or is_one:
+        return "constexpr", x, False
+    if isinstance(x, Tensor):
+        return TYPES[str(x.dtype).removeprefix("torch.")], None, not parameter.do_not_specialize
+    if isinstance(x, float):
+        return "fp32", None, False
+    return "i32", None, x % 16 == 0 and not parameter.do_not_specialize
+
+
+def _parts(argument: Argument, place: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Type, constant and alignment of each number or tensor of an argument, with its place."""
+    if len(argument) == 2:
+        for number, part in enumerate(argument[1]):
+            yield from _parts(part, (*place, number))
+    else:
+        yield place, argument
+
+
+def _signature(argument: Argument) -> Any:
+    return argument[0](*map(_signature, argument[1])) if len(argument) == 2 else argument[0]
 
 
 def compile_variant(variant: Variant, arch: str) -> Compiled:
@@ -124,16 +176,14 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     from lln.backends.triton.tuning import kernels
 
     function = kernels()[variant.kernel]
-    arguments = list(zip(function.params, variant.arguments, strict=True))
+    parts = [x for place, argument in enumerate(variant.arguments) for x in _parts(argument, (place,))]
     source = ASTSource(
         fn=function,
-        signature={parameter.name: kind for parameter, (kind, _, _) in arguments},
-        constexprs={(place,): x for place, (_, (kind, x, _)) in enumerate(arguments) if kind == "constexpr"},
-        attrs={
-            (place,): [["tt.divisibility", 16]] for place, (_, (_, _, is_aligned)) in enumerate(arguments) if is_aligned
-        },
+        signature=dict(zip(function.arg_names, map(_signature, variant.arguments), strict=True)),
+        constexprs={place: x for place, (kind, x, _) in parts if kind == "constexpr"},
+        attrs={place: [["tt.divisibility", 16]] for place, (_, _, is_aligned) in parts if is_aligned},
     )
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers}
     done = triton.compile(source, target=GPUTarget("cuda", GPUS[arch].capability, 32), options=options)
     return Compiled(variant, arch, *_usage(done.asm["cubin"]), done.metadata.shared)
 
@@ -155,11 +205,14 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 def bytes_of(call: Any) -> int:
     """Bytes that the programs of a call read and write, each tensor once, or as often as some of them read it."""
-    times: dict[int, float] = {id(call.arguments[name]): call.grid[1] for name in READ_AGAIN.get(call.kernel, ())}
-    for name, x in call.arguments.items():
+    from lln.backends.triton.tuning import tensors_of
+
+    tensors = tensors_of(call.arguments)
+    times: dict[int, float] = {id(tensors[name]): call.grid[1] for name in READ_AGAIN.get(call.kernel, ())}
+    for name, x in tensors.items():
         if name.endswith("squares"):  # half of a symmetric matrix, see `kernels.moments.is_stored`
             times[id(x)] = (1 + 8 / x.shape[-1]) / 2
-    seen = {id(x): x for x in call.arguments.values() if isinstance(x, Tensor)}
+    seen = {id(x): x for x in tensors.values()}
     return round(sum(x.numel() * x.element_size() * times.get(place, 1) for place, x in seen.items()))
 
 
@@ -173,7 +226,7 @@ def operations_of(call: Any, tokens: int, heads: int) -> float:
     near = 2 * 64 * (width + value)
     blocks = given.get("VALUE_BLOCKS", 1)
     each = {
-        "moments_kernel": square,
+        "moments_kernel": 2 * square,  # queries and keys
         "summarize_kernel": pair,
         "recall_kernel": pair,
         "queries_backward_kernel": 2 * pair,
@@ -201,7 +254,10 @@ class Bound:
 def bound_of(calls: Sequence[Any], gpu: Gpu, *, tokens: int, heads: int, head_dim: int, dtype: str) -> Bound:
     sizes, work = [bytes_of(call) for call in calls], [operations_of(call, tokens, heads) for call in calls]
     rate = gpu.operations / (3 if dtype == "float32" else 1)
-    times = [max(size / gpu.bandwidth, each / rate) for size, each in zip(sizes, work, strict=True)]
+    times = []
+    for call, size, each in zip(calls, sizes, work, strict=True):
+        busy = min(1.0, math.prod(call.grid) / gpu.multiprocessors)  # a program runs on one multiprocessor
+        times.append(max(size / min(gpu.bandwidth, gpu.cache_bandwidth * busy), each / (rate * busy)))
     once = 4 * tokens * heads * head_dim * DTYPES[dtype].itemsize / gpu.bandwidth
     return Bound(sum(sizes), sum(work), sum(times), once)
 
@@ -215,6 +271,41 @@ def all_variants(dtypes: Sequence[str], widths: Sequence[tuple[int, int]]) -> li
                 for call in all_calls(dtype, head_dim, value_dim):
                     found |= dict.fromkeys(variants_of(call))
     return list(found)
+
+
+def cover(variants: Sequence[Variant], archs: Sequence[str]) -> list[tuple[Variant, str]]:
+    """Some variants and architectures, of each kernel such that any two choices that occur together are compiled.
+
+    Choices are the dtype, each width, the number of stages, the architecture, and what is compiled in for each
+    argument: whether there is one, and flags. A kernel spills where it holds much at a time, which two choices or the
+    largest width bring about; all combinations take hours.
+    """
+    chosen: list[tuple[Variant, str]] = []
+    by_kernel: dict[str, list[tuple[Variant, str]]] = {}
+    for variant in variants:
+        by_kernel.setdefault(variant.kernel, []).extend((variant, arch) for arch in archs)
+    for jobs in by_kernel.values():
+        bits: dict[Any, int] = {}  # each pair of choices has a bit
+        masks = [sum(1 << bits.setdefault(pair, len(bits)) for pair in combinations(_choices(*job), 2)) for job in jobs]
+        left = (1 << len(bits)) - 1
+        while left:
+            best = max(range(len(jobs)), key=[(mask & left).bit_count() for mask in masks].__getitem__)
+            chosen.append(jobs[best])
+            left &= ~masks[best]
+    return chosen
+
+
+def _choices(variant: Variant, arch: str) -> list[Any]:
+    named = [("dtype", variant.dtype), ("stages", variant.stages), ("arch", arch)]
+    return [*named, *(x for place, y in enumerate(variant.arguments) for x in _compiled_in(y, (place,)))]
+
+
+def _compiled_in(argument: Argument, place: tuple[int, ...]) -> Iterator[Any]:
+    """What is a constant of an argument and its parts, and which of them are given."""
+    yield place, argument[1] if argument[0] == "constexpr" else "given"
+    if len(argument) == 2:
+        for number, part in enumerate(argument[1]):
+            yield from _compiled_in(part, (*place, number))
 
 
 def widest(dtype: str) -> int:
@@ -242,7 +333,7 @@ def bound_rows(gpu: Gpu, *, dtype: str, head_dim: int, heads: int) -> list[dict[
         bounds = {name: bound_of(calls, gpu, **options) for name, calls in passes.items()}
         forward = bounds["LLN forward"]
         lln = forward.seconds + bounds["LLN backward"].seconds
-        near = bounds["blocks forward"].seconds + bounds["blocks backward"].seconds
+        near = [bounds[name].seconds for name in ("blocks forward", "blocks backward") if name in bounds]
         rows.append(
             {
                 "tokens": tokens,
@@ -251,7 +342,7 @@ def bound_rows(gpu: Gpu, *, dtype: str, head_dim: int, heads: int) -> list[dict[
                 "seconds": forward.seconds,
                 "of_once": forward.seconds / forward.once_seconds,
                 "lln_seconds": lln * LAYERS,
-                "lln_diag_seconds": (lln + near) * LAYERS,
+                "lln_diag_seconds": (lln + sum(near)) * LAYERS if near else None,
             }
         )
     return rows

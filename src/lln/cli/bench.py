@@ -182,22 +182,27 @@ def decode(
 
 @app.command("kernels")
 def kernels(
+    context: typer.Context,
     arch: Annotated[str, typer.Option(help="sm_80 (A100) and sm_90 (H100), separated by commas.")] = "sm_80,sm_90",
     dtype: Annotated[
         str | None, typer.Option(help="Some of float16, bfloat16, float32, separated by commas; by default all.")
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Compile for this head dimension; by default 16 to 256.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that compile; by default one for each core.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every combination of options, which takes an hour or two of processor time.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Record what was compiled in this result file (.jsonl).")] = None,
     json: Json = False,
 ) -> None:
     """The Triton kernels compiled for GPUs, without one: registers, shared memory, bounds. Nothing is timed.
 
-    All kernels and configs of all dtypes and widths take an hour or two of processor time the first time.
+    Of all variants so many are compiled that any two options occur together, which takes some minutes.
     """
     from lln.backends.triton import missing_reason
-    from lln.bench.kernels import GPUS, WIDTHS, all_variants, bound_rows, compile_all, widest
+    from lln.bench.kernels import GPUS, WIDTHS, all_variants, bound_rows, compile_all, cover, widest
     from lln.paper.table2 import PUBLISHED_SECONDS
-    from lln.report.kernels import bounds_table, kernels_table
+    from lln.report.kernels import bounds_table, kernels_tables
 
     dtypes = ("float16", "bfloat16", "float32")
     archs, chosen = names("--arch", arch, tuple(GPUS)), names("--dtype", dtype, dtypes)
@@ -214,22 +219,24 @@ def kernels(
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("an interpreted kernel cannot be compiled; unset TRITON_INTERPRET")
     variants = all_variants(chosen, WIDTHS if head_dim is None else [(head_dim, head_dim)])
-    jobs = [(variant, one) for one in archs for variant in variants]
-    compiled = []
+    jobs = [(variant, one) for one in archs for variant in variants] if every else cover(variants, archs)
+    settings = {"archs": list(archs), "dtypes": list(chosen), "head_dim": head_dim or "16 to 256"}
+    settings |= {"variants": len(variants), "every": every}
+    recording = _recording(context, out, "kernels", settings, 0, True, None)
     with Progress("compile", len(jobs)) as bar:
         for done in compile_all(jobs, workers or os.cpu_count() or 1):
-            compiled.append(done)
+            recording.add(done.row)
             bar.advance()
-    width = "16 to 256" if head_dim is None else str(head_dim)
-    tables = [kernels_table(compiled, f"Kernels, {', '.join(chosen)}, head dimension {width}")]
     for one in archs:
         for kind in chosen:
             sizes = {"heads": 12, "head_dim": head_dim or 64}
             if sizes["head_dim"] <= widest(kind):
                 title = f"Bounds on {GPUS[one].name}: batch 1, 12 heads of {sizes['head_dim']}, {kind}"
-                tables.append(bounds_table(bound_rows(GPUS[one], dtype=kind, **sizes), PUBLISHED_SECONDS, title))
-    print_tables(tables, as_json=json)
-    if any(x.problem is not None for x in compiled):
+                print_table(
+                    bounds_table(bound_rows(GPUS[one], dtype=kind, **sizes), PUBLISHED_SECONDS, title), as_json=json
+                )
+    _finish(recording, kernels_tables, None, json)
+    if any(row["problem"] is not None for row in recording.rows):
         raise typer.Exit(1)
 
 

@@ -4,30 +4,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lln.report.table import Table
+from lln.results import Result
 
 Row = Mapping[str, Any]
 NOT_TIMED = "Compiled, not timed: a bound is the least time that a GPU could take, not a measurement."
 
 
-def kernels_table(compiled: Sequence[Any], title: str) -> Table:
-    """Of each kernel and architecture the most registers, spills and shared memory of all `Compiled` variants."""
+def kernels_tables(result: Result) -> list[Table]:
+    """Of each kernel and architecture the most registers, spills and shared memory of all variants."""
     header = ["kernel", "for", "variants", "tiles", "warps", "registers", "spilled bytes", "shared bytes", "occupancy"]
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for x in compiled:
-        groups.setdefault((x.variant.kernel, x.arch), []).append(x)
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in result.rows:
+        groups.setdefault((row["kernel"], row["arch"]), []).append(row)
     rows = [
         [
             *(kernel.removesuffix("_kernel"), arch, str(len(some))),
-            *(_range(getattr(x.variant, name) for x in some) for name in ("tile", "warps")),
-            *(str(max(getattr(x, name) for x in some)) for name in ("registers", "stack")),
-            f"{max(x.shared for x in some):,}",
-            f"{min(x.occupancy for x in some):.0%}",
+            *(_range(row[name] for row in some) for name in ("tile", "warps")),
+            *(str(max(row[name] for row in some)) for name in ("registers", "spilled")),
+            f"{max(row['shared'] for row in some):,}",
+            f"{min(row['occupancy'] for row in some):.0%}",
         ]
         for (kernel, arch), some in sorted(groups.items())
     ]
-    problems = sorted({x.problem for x in compiled if x.problem is not None})
-    counted = f"{len(compiled):,} variants: no spills, shared memory within the limit."
-    return Table(title, header, rows, [NOT_TIMED, *(problems or [counted])])
+    problems = sorted({row["problem"] for row in result.rows if row["problem"] is not None})
+    counted = f"{len(result.rows):,} variants: no spills, shared memory within the limit."
+    settings = result.settings
+    title = f"Kernels, {', '.join(settings['dtypes'])}, head dimension {settings['head_dim']}"
+    return [Table(title, header, rows, [NOT_TIMED, *(problems or [counted])])]
 
 
 def _range(numbers: Any) -> str:
@@ -49,7 +52,7 @@ def bounds_table(rows: Sequence[Row], published: Mapping[str, Sequence[float | N
             f"{row['of_once']:.2f}",
             f"{row['lln_seconds'] * 1e3:.2f}",
             str(published["lln"][place]),
-            f"{row['lln_diag_seconds'] * 1e3:.2f}",
+            "" if row["lln_diag_seconds"] is None else f"{row['lln_diag_seconds'] * 1e3:.2f}",
             str(published["lln_diag"][place]),
         ]
         for place, row in enumerate(rows)

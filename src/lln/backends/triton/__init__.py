@@ -15,13 +15,14 @@ from torch import Tensor
 
 from lln.backends.base import Backend, transformed_reason
 from lln.backends.torch.advance import centered_recurrence
-from lln.backends.triton.configs import WIDEST, WIDEST_CAUSAL
+from lln.backends.triton.configs import WIDEST, WIDEST_CAUSAL, WIDEST_NEAR
 from lln.forms import centered, sample_centers
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (8, 0)  # compute capability: the first with TF32
+OLDEST_TRITON = (3, 4)  # as the extra in pyproject.toml asks for; kernels take named tuples as arguments
 
 
 class TritonBackend(Backend):
@@ -35,6 +36,9 @@ class TritonBackend(Backend):
             return reason
         if problem.far and problem.is_causal and problem.query.shape[3] > WIDEST_CAUSAL:
             return f"causal attention of head dimension {problem.query.shape[3]} is wider than {WIDEST_CAUSAL}"
+        widest = max(problem.query.shape[3], problem.value.shape[3])
+        if problem.near is not None and widest > WIDEST_NEAR:
+            return f"width {widest} is larger than {WIDEST_NEAR}, the most for attention among neighbours"
         return transformed_reason((problem.query, problem.key, problem.value))
 
     def far(self, problem: Problem) -> Tensor:
@@ -115,9 +119,11 @@ def is_interpreted() -> bool:
 @functools.cache
 def _missing_reason() -> str | None:
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         return f"triton cannot be imported ({error})"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        return f"triton {triton.__version__} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
     return None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lln.backends.triton import configs
 from lln.backends.triton.configs import power_of_two, value_block
+from lln.backends.triton.kernels.common import Keys, Queries, Rows
 
 Arguments = dict[str, Any]
 
@@ -31,10 +32,6 @@ class FarInputs(NamedTuple):
     def with_scales(self, alpha: Tensor, beta: Tensor) -> "FarInputs":
         return self._replace(alpha=alpha, beta=beta)
 
-    @property
-    def is_centered(self) -> bool:
-        return self.center_query is not None
-
 
 def launch(
     kernel: str, grid: tuple[int, ...], *, widths: tuple[int, int], dtype: torch.dtype, **arguments: Any
@@ -52,30 +49,39 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32x3"
 
 
-def row_arguments(name: str, x: Tensor) -> Arguments:
-    """A tensor (B, heads, tokens, features) as the arguments of a kernel."""
-    batch, head, token, _ = x.stride()
-    return {name: x, f"{name}_batch": batch, f"{name}_head": head, f"{name}_token": token}
+def rows_of(x: Tensor) -> Rows:
+    """A tensor (B, heads, tokens, features) as an argument of a kernel."""
+    return Rows(x, *x.stride()[:3])
 
 
-def scale_arguments(name: str, x: Tensor | None, like: Tensor) -> Arguments:
-    """A scale, with stride 0 along what shares it."""
+def scale_of(x: Tensor | None) -> Rows | None:
+    """Numbers of tokens (B, H, N), with stride 0 along what shares one."""
     if x is None:
-        return {name: like, f"{name}_batch": 0, f"{name}_head": 0, f"{name}_token": 0}
-    strides = [stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True)]
-    return {name: x, f"{name}_batch": strides[0], f"{name}_head": strides[1], f"{name}_token": strides[2]}
+        return None
+    return Rows(x, *(stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True)))
 
 
-def center_arguments(name: str, x: Tensor | None, like: Tensor) -> Arguments:
-    if x is None:
-        return {name: like, f"{name}_batch": 0}
-    return {name: x, f"{name}_batch": x.shape[1] * x.shape[2] if x.shape[0] > 1 else 0}
+def center_of(x: Tensor | None) -> Rows | None:
+    """Centres (1 or B, heads, D)."""
+    return None if x is None else Rows(x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), 0)
 
 
-def keep_arguments(keep: Tensor | None, like: Tensor) -> Arguments:
-    if keep is None:
-        return {"keep": like, "keep_batch": 0, "HAS_KEEP": False}
-    return {"keep": keep, "keep_batch": keep.shape[1], "HAS_KEEP": True}
+def keep_of(x: Tensor | None) -> Rows | None:
+    """A mask (B, N)."""
+    return None if x is None else Rows(x, x.stride(0), 0, 1)
+
+
+def queries_of(inputs: FarInputs, keep: Tensor | None) -> Queries:
+    scale = scale_of(inputs.alpha)
+    assert scale is not None
+    return Queries(rows_of(inputs.query), keep_of(keep), scale, center_of(inputs.center_query))
+
+
+def keys_of(inputs: FarInputs) -> Keys:
+    scale = scale_of(inputs.beta)
+    assert scale is not None
+    centers = center_of(inputs.center_key), center_of(inputs.center_query)
+    return Keys(rows_of(inputs.key), keep_of(inputs.keep_key), scale, scale_of(inputs.key_weight), *centers)
 
 
 def new_floats(like: Tensor, *shape: int) -> Tensor:
@@ -128,6 +134,9 @@ class Launcher:
         """`needs` names the sizes that a kernel takes."""
         sizes = {name: self.sizes[name] for name in needs.split()}
         launch(kernel, grid, widths=self.widths, dtype=self.dtype, **sizes, **arguments)
+
+    def split(self, tokens: int) -> tuple[int, int]:
+        return configs.split_of(tokens, is_float32=self.dtype == torch.float32)
 
     def tile(self, kernel: str) -> int:
         return configs.config_of(kernel, *self.widths, is_float32=self.dtype == torch.float32).tile

@@ -1,26 +1,28 @@
 """Gradients: what is allocated, and which kernels run on it. Shapes as in `launch`."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lln.backends.base import empty_rows
+from lln.backends.triton import configs
 from lln.backends.triton.arguments import (
     ALL,
     Arguments,
     FarInputs,
     Launcher,
-    center_arguments,
     contiguous_features,
-    keep_arguments,
+    keys_of,
     new_floats,
     prepared,
-    row_arguments,
-    scale_arguments,
+    queries_of,
+    rows_of,
+    scale_of,
 )
-from lln.backends.triton.configs import split_of
 from lln.backends.triton.forward import causal_arguments, new_summary, running, summarize
+from lln.backends.triton.kernels.common import Keys
+from lln.backends.triton.kernels.gradients import KeyGradients
 from lln.matching.curves import Form
 
 
@@ -50,6 +52,23 @@ class _Results:
         width = block_d if wanted.centers else 0
         self.center_parts = [new_floats(like, batch, number, part, width) for number, part in parts]
 
+    def of_keys(self, wanted: Wanted) -> KeyGradients:
+        return KeyGradients(
+            rows_of(self.key),
+            rows_of(self.value),
+            self.beta if wanted.scales else None,
+            self.key_weight if wanted.key_weight else None,
+            self.center_parts[2] if wanted.centers else None,
+            self.center_parts[1] if wanted.centers else None,
+        )
+
+    def of_queries(self, wanted: Wanted) -> Arguments:
+        return {
+            "d_query": rows_of(self.query),
+            "d_alpha": self.alpha if wanted.scales else None,
+            "d_center": self.center_parts[0] if wanted.centers else None,
+        }
+
     def all(self, width: int, wanted: Wanted) -> Gradients:
         of_query, of_column, of_key = self.center_parts
         centers = (of_query.sum(dim=2) + of_column.sum(dim=2), of_key.sum(dim=2))
@@ -78,29 +97,15 @@ def far_backward(
     return _full_backward(run, gradient, inputs, first, second, form, wanted)
 
 
-def _key_arguments(inputs: FarInputs, form: Form, wanted: Wanted, into: _Results, tiles: int) -> Arguments:
+def _key_arguments(inputs: FarInputs, form: Form, tiles: int) -> Arguments:
     key_heads = inputs.key.shape[1]
     return {
-        **row_arguments("key", inputs.key),
-        **row_arguments("d_key", into.key),
-        **row_arguments("d_value", into.value),
-        **keep_arguments(inputs.keep_key, inputs.key),
-        **scale_arguments("beta", inputs.beta, inputs.key),
-        **center_arguments("center", inputs.center_key, inputs.key),
-        **center_arguments("other_center", inputs.center_query, inputs.key),
-        "d_beta": into.beta,
-        "d_weight": into.key_weight,
-        "d_center": into.center_parts[2],
-        "d_other_center": into.center_parts[1],
+        "keys": keys_of(inputs),
         "key_heads": key_heads,
         "groups": inputs.query.shape[1] // key_heads,
         "tokens": inputs.key.shape[2],
         "tiles": tiles,
-        "CENTERED": inputs.is_centered,
         "NORMALIZED": form != "paper",
-        "SCALE_GRADIENT": wanted.scales,
-        "WEIGHT_GRADIENT": wanted.key_weight,
-        "CENTER_GRADIENT": wanted.centers,
     }
 
 
@@ -109,36 +114,32 @@ def _full_backward(
 ) -> Gradients:
     query, key = inputs.query, inputs.key
     (batch, heads, tokens, width), keys = query.shape, key.shape[2]
-    splits, split_tokens = split_of(tokens)
+    splits, split_tokens = run.split(tokens)
     tiles = run.tiles("keys_backward_kernel", keys)
     into = _Results(inputs, wanted, run.sizes["BLOCK_D"], splits, tiles)
     d_mass, _, d_sums = new_summary(run, query, batch * heads * splits)
-    run(
-        "queries_backward_kernel",
-        batch * heads * splits,
-        run.sizes["VALUE_BLOCKS"],
-        needs=ALL,
-        **row_arguments("query", query),
-        **row_arguments("gradient", gradient),
-        **row_arguments("d_query", into.query),
-        **keep_arguments(inputs.keep_query, query),
-        **scale_arguments("alpha", inputs.alpha, query),
-        **center_arguments("center", inputs.center_query, query),
-        mass=mass,
-        values=values,
-        d_alpha=into.alpha,
-        d_masses=d_mass,
-        d_sums=d_sums,
-        d_center=into.center_parts[0],
-        heads=heads,
-        tokens=tokens,
-        splits=splits,
-        split_tokens=split_tokens,
-        CENTERED=inputs.is_centered,
-        SCALE_GRADIENT=wanted.scales,
-        CENTER_GRADIENT=wanted.centers,
-        PRECISION=run.precision,
-    )
+    of_queries = into.of_queries(wanted) | {"d_masses": d_mass, "d_sums": d_sums}
+    parts = [of_queries]
+    if max(run.widths) > configs.WIDEST_QUERIES_BACKWARD:
+        none = dict.fromkeys(into.of_queries(wanted))
+        parts = [of_queries | {"d_sums": None}, of_queries | none | {"d_masses": None}]
+    for part in parts:
+        run(
+            "queries_backward_kernel",
+            batch * heads * splits,
+            1 if part["d_sums"] is None else run.sizes["VALUE_BLOCKS"],
+            needs=ALL,
+            queries=queries_of(inputs, inputs.keep_query),
+            gradient=rows_of(gradient),
+            **part,
+            mass=mass,
+            values=values,
+            heads=heads,
+            tokens=tokens,
+            splits=splits,
+            split_tokens=split_tokens,
+            PRECISION=run.precision,
+        )
     shift, sums = torch.empty_like(mass), torch.empty_like(values)
     features = min(run.sizes["BLOCK_D"], 32)
     run(
@@ -154,19 +155,23 @@ def _full_backward(
         splits=splits,
         BLOCK_F=features,
     )
-    run(
-        "keys_backward_kernel",
-        batch * key.shape[1] * tiles,
-        needs=ALL,
-        **_key_arguments(inputs, form, wanted, into, tiles),
-        **row_arguments("value", inputs.value),
-        **scale_arguments("weight", inputs.key_weight, key),
-        mass=mass,
-        shift=shift,
-        sums=sums,
-        HAS_WEIGHT=inputs.key_weight is not None,
-        PRECISION=run.precision,
-    )
+    both = into.of_keys(wanted)
+    key_parts = [both]
+    if run.sizes["BLOCK_D"] > configs.WIDEST_KEYS_BACKWARD:
+        key_parts = [both._replace(value=None), KeyGradients(None, both.value, None, None, None, None)]
+    for key_part in key_parts:
+        run(
+            "keys_backward_kernel",
+            batch * key.shape[1] * tiles,
+            needs=ALL,
+            **_key_arguments(inputs, form, tiles),
+            value=rows_of(inputs.value),
+            into=key_part,
+            mass=mass,
+            shift=shift,
+            sums=sums,
+            PRECISION=run.precision,
+        )
     return into.all(width, wanted)
 
 
@@ -178,8 +183,8 @@ def row_dots(run: Launcher, gradient: Tensor, output: Tensor) -> Tensor:
     run(
         "row_dots_kernel",
         batch * heads * tiles,
-        **row_arguments("x", gradient),
-        **row_arguments("y", output),
+        x=rows_of(gradient),
+        y=rows_of(output),
         dots=dots,
         heads=heads,
         tokens=tokens,
@@ -196,45 +201,25 @@ def _causal_backward(
     query, key = inputs.query, inputs.key
     batch, heads, tokens, width = query.shape
     pairs, blocks = batch * heads, run.sizes["VALUE_BLOCKS"]
-    splits, split_tokens = split_of(tokens)
+    splits, _ = run.split(tokens)
     dots = row_dots(run, gradient, output)
-    arguments: dict[str, Any] = {
+    arguments: Arguments = {
         **causal_arguments(run, inputs, form),
-        **row_arguments("gradient", gradient),
-        "logs_of_total": logs,
-        "dots": dots,
+        "gradient": rows_of(gradient),
+        "logs_of_total": scale_of(logs),
+        "dots": scale_of(dots),
     }
-    d_query_logs = new_floats(query, batch, heads, tokens, width)
-    starts = running(run, summarize(run, inputs, form), pairs, reverse=False)
+    found = summarize(run, keys_of(inputs), inputs.value, heads, is_normalized=form != "paper")
+    starts = running(run, found, pairs, reverse=False)
+    d_query_logs, d_key_logs = (new_floats(query, batch, heads, tokens, width) for _ in range(2))
     for block in range(blocks):
-        sums: dict[str, Any] = {**arguments, **starts._asdict(), "d_logs": d_query_logs, "block": block}
+        sums: Arguments = {**arguments, "starts": starts, "d_logs": rows_of(d_query_logs), "block": block}
         run("causal_queries_backward_kernel", pairs * splits, needs=ALL, **sums)
-    after = new_summary(run, query, pairs * splits)
-    run(
-        "summarize_kernel",
-        pairs * splits,
-        blocks,
-        needs=ALL,
-        **row_arguments("key", query),
-        **row_arguments("value", gradient),
-        **keep_arguments(inputs.keep_query, query),
-        **scale_arguments("scale", inputs.alpha, query),
-        **scale_arguments("shift", logs, query),
-        **center_arguments("center", inputs.center_query, query),
-        **center_arguments("other_center", None, query),
-        **{"factor": dots, **after._asdict(), "heads": heads, "groups": 1, "tokens": tokens},
-        split_tokens=split_tokens,
-        splits=splits,
-        HAS_SHIFT=True,
-        HAS_FACTOR=True,
-        IS_QUERY=True,
-        CENTERED=inputs.is_centered,
-        NORMALIZED=False,
-        PRECISION=run.precision,
-    )
-    d_key_logs = new_floats(query, batch, heads, tokens, width)
+    past = queries_of(inputs, inputs.keep_query)
+    logs_of_queries = Keys(*past[:3], scale_of(logs), past.center, None)
+    after = summarize(run, logs_of_queries, gradient, heads, factor=scale_of(dots))
     d_values = new_floats(query, batch, heads, tokens, inputs.value.shape[3])
-    sums = {**arguments, **running(run, after, pairs, reverse=True)._asdict(), "d_logs": d_key_logs}
+    sums = {**arguments, "starts": running(run, after, pairs, reverse=True), "d_logs": rows_of(d_key_logs)}
     for block in range(blocks):
         for of_values in (False, True):
             run(
@@ -242,7 +227,7 @@ def _causal_backward(
                 pairs * splits,
                 needs=ALL,
                 **sums,
-                d_values=d_values,
+                d_values=rows_of(d_values),
                 block=block,
                 OF_VALUES=of_values,
             )
@@ -253,27 +238,20 @@ def _causal_backward(
         "finish_queries_kernel",
         pairs * query_tiles,
         needs="D BLOCK_D",
-        **row_arguments("query", query),
-        **row_arguments("d_query", into.query),
-        **keep_arguments(inputs.keep_query, query),
-        **scale_arguments("alpha", inputs.alpha, query),
-        **center_arguments("center", inputs.center_query, query),
-        d_logs=d_query_logs,
-        d_alpha=into.alpha,
-        d_center=into.center_parts[0],
+        queries=past,
+        **into.of_queries(wanted),
+        d_logs=rows_of(d_query_logs),
         heads=heads,
         tokens=tokens,
         tiles=query_tiles,
-        CENTERED=inputs.is_centered,
-        SCALE_GRADIENT=wanted.scales,
-        CENTER_GRADIENT=wanted.centers,
     )
     run(
         "finish_keys_kernel",
         batch * key.shape[1] * tiles,
         needs=ALL,
-        **_key_arguments(inputs, form, wanted, into, tiles),
-        d_logs=d_key_logs,
-        d_values=d_values,
+        **_key_arguments(inputs, form, tiles),
+        into=into.of_keys(wanted),
+        d_logs=rows_of(d_key_logs),
+        d_values=rows_of(d_values),
     )
     return into.all(width, wanted)

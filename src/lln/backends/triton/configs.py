@@ -11,11 +11,17 @@ from typing import NamedTuple
 SUM_ENTRIES = 8192
 FLOAT32_SUM_ENTRIES = 4096
 CAUSAL_SUM_ENTRIES = 1024
-# Causal kernels hold more of a token in registers: wider heads would spill.
-WIDEST_CAUSAL = 64
-# Tokens of a split, of which each has a summary; with more tokens than this times LARGEST_SPLITS splits are larger.
-# Summaries of shorter ones would take more than a tenth of the bytes of float16 tokens (`lln bench kernels`).
-SPLIT_TOKENS, LARGEST_SPLITS = 1664, 16
+# Causal kernels, and those of neighbours, hold more of a token in registers: wider heads would spill.
+WIDEST_CAUSAL, WIDEST_NEAR = 64, 128
+# Gradients of wider keys and of their values, or of queries and of the mean values, are two launches: both do not fit
+# into the registers of one program.
+WIDEST_KEYS_BACKWARD, WIDEST_QUERIES_BACKWARD = 128, 64
+# Splits of a sequence, of which each has a summary: so many at least, each of at least so many tokens, and more of them
+# in sequences longer than so many tokens each. Few leave multiprocessors idle where samples and heads are few, and
+# summaries of many take bytes; with these the bound of `lln bench kernels` for 12 heads is lowest, or near it, at all
+# lengths. Products of float32 tokens take three times as long, so that idle multiprocessors cost more.
+LEAST_SPLITS, SPLIT_TOKENS = {"float32": 6, "half": 4}, {"float32": 1536, "half": 2048}
+SMALLEST_SPLIT, MOST_SPLITS = 256, 16
 # Tokens that a program of the recall goes through.
 RECALL_TOKENS = 256
 # A multiple of all tiles, so that splits end where tiles end.
@@ -42,12 +48,21 @@ NEAR = frozenset(x for x in HEAVY if x.startswith("near"))
 PIPELINED = frozenset(("moments_kernel", "summarize_kernel", "recall_kernel", "queries_backward_kernel"))
 
 
+# For these the compiler would spill a few bytes, so that one more program fits onto a multiprocessor, unless it is told
+# that it may take all registers of a thread.
+UNSPILLED = NEAR | CAUSAL | PIPELINED
+UNSPILLED |= {"match_kernel", "combine_gradients_kernel", "finish_keys_kernel", "step_kernel"}
+ALL_REGISTERS = 255
+
+
 class Config(NamedTuple):
-    """How a kernel runs: tokens of a tile, warps of a program, and loads that are under way at a time."""
+    """How a kernel runs: tokens of a tile, warps of a program, loads that are under way at a time, and the registers of
+    a thread, if not left to the compiler."""
 
     tile: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def power_of_two(width: int) -> int:
@@ -60,15 +75,21 @@ def value_block(block_d: int, width: int, entries: int = SUM_ENTRIES) -> int:
     return min(power_of_two(width), max(NARROWEST, entries // block_d), 128)
 
 
-def split_of(tokens: int) -> tuple[int, int]:
-    """The number of splits of a sequence, and the tokens of each. It depends on nothing but the length."""
-    size = max(SPLIT_TOKENS, -(-tokens // LARGEST_SPLITS))
-    size = -(-size // ALIGNMENT) * ALIGNMENT
+def split_of(tokens: int, *, is_float32: bool) -> tuple[int, int]:
+    """The number of splits of a sequence, and the tokens of each. It depends on the length and the dtype alone."""
+    kind = "float32" if is_float32 else "half"
+    number = min(max(LEAST_SPLITS[kind], -(-tokens // SPLIT_TOKENS[kind])), MOST_SPLITS)
+    size = max(SMALLEST_SPLIT, -(-tokens // (number * ALIGNMENT)) * ALIGNMENT)
     return -(-tokens // size), size
 
 
 def config_of(kernel: str, block_d: int, block_v: int, *, is_float32: bool) -> Config:
-    """The tile, warps and first choice of stages of a kernel."""
+    """How a kernel runs for padded widths, with the first choice of stages."""
+    config = _config_of(kernel, block_d, block_v, is_float32=is_float32)
+    return config._replace(registers=ALL_REGISTERS) if kernel in UNSPILLED else config
+
+
+def _config_of(kernel: str, block_d: int, block_v: int, *, is_float32: bool) -> Config:
     if kernel == "prefix_match_kernel":
         return Config(256, 4, 1)
     if kernel == "step_kernel":
@@ -79,10 +100,11 @@ def config_of(kernel: str, block_d: int, block_v: int, *, is_float32: bool) -> C
     wide = max(block_d, block_v) * (2 if is_float32 else 1)
     tile = 64 if wide <= 64 else 32 if wide <= 128 else 16
     if kernel == "keys_backward_kernel":
-        return Config(16, 8, 1)  # the forms but the paper's have the shares of features beside the log-weights
+        # The forms but the paper's have the shares of features beside the log-weights.
+        return Config(16, 8, 1)
     if kernel in NEAR and wide == 128 and not is_float32:
         return Config(16, 4, 1 if kernel == "near_keys_backward_kernel" else 2)
-    if kernel in NEAR or kernel == "finish_keys_kernel" or (is_float32 and kernel == "queries_backward_kernel"):
+    if kernel in NEAR or kernel in ("finish_keys_kernel", "queries_backward_kernel"):
         tile = max(16, tile // 2)
     return Config(tile, 8 if kernel in HEAVY or wide > 64 else 4, 2)
 

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from lln.backends.base import empty_rows
-from lln.backends.triton.arguments import Arguments, Launcher, contiguous_features, new_floats, row_arguments
+from lln.backends.triton.arguments import Arguments, Launcher, contiguous_features, new_floats, rows_of, scale_of
 from lln.backends.triton.backward import row_dots
+from lln.backends.triton.kernels.near import Tokens
 from lln.masks import front_order
 
 
@@ -21,30 +22,26 @@ def _arguments(
     is_causal: bool,
 ) -> Arguments:
     tokens = query.shape[2]
-    left, right = min(block_size, tokens), 0
+    size = left = right = min(block_size, tokens)
     if is_window:
-        right = 0 if is_causal else min(block_size // 2, tokens)
+        size, right = tokens, min(block_size // 2, tokens)
         left = min(block_size - 1 - (0 if is_causal else block_size // 2), tokens)
-    order = counts = query
+    order = counts = None
     if keep is not None:
         order, counts = front_order(keep).to(torch.int32), keep.sum(dim=1, dtype=torch.int32)
-    sizes = {"D": query.shape[3], "V": value.shape[3], "BLOCK_D": run.sizes["BLOCK_D"], "BLOCK_V": run.value_power}
     return {
-        **row_arguments("query", query),
-        **row_arguments("key", key),
-        **row_arguments("value", value),
-        "order": order,
-        "counts": counts,
+        "x": Tokens(rows_of(query), rows_of(key), rows_of(value), order, counts),
         "groups": query.shape[1] // key.shape[1],
         "tokens": tokens,
         "left": left,
-        "right": right,
+        "right": 0 if is_causal else right,
+        "size": max(size, 1),
         "scale": query.shape[3] ** -0.5,
-        "HAS_ORDER": keep is not None,
-        "IS_WINDOW": is_window,
-        "IS_CAUSAL": is_causal,
         "PRECISION": run.precision,
-        **sizes,
+        "D": query.shape[3],
+        "V": value.shape[3],
+        "BLOCK_D": run.sizes["BLOCK_D"],
+        "BLOCK_V": run.value_power,
     }
 
 
@@ -60,7 +57,7 @@ def near_forward(
         "near_kernel",
         query.shape[0] * query.shape[1] * tiles,
         **_arguments(run, query, key, value, keep, block_size, is_window=is_window, is_causal=is_causal),
-        **row_arguments("output", output),
+        output=rows_of(output),
         logs=logs,
         heads=query.shape[1],
         tiles=tiles,
@@ -87,16 +84,16 @@ def near_backward(
     d_query, d_key, d_value = (empty_rows(x, x.shape[3]) for x in (query, key, value))
     arguments = {
         **_arguments(run, query, key, value, keep, block_size, is_window=is_window, is_causal=is_causal),
-        **row_arguments("gradient", gradient),
-        "logs": logs,
-        "dots": row_dots(run, gradient, output),
+        "gradient": rows_of(gradient),
+        "logs": scale_of(logs),
+        "dots": scale_of(row_dots(run, gradient, output)),
     }
     tiles = run.tiles("near_queries_backward_kernel", query.shape[2])
     run(
         "near_queries_backward_kernel",
         query.shape[0] * query.shape[1] * tiles,
         **arguments,
-        **row_arguments("d_query", d_query),
+        d_query=rows_of(d_query),
         heads=query.shape[1],
         tiles=tiles,
     )
@@ -105,8 +102,8 @@ def near_backward(
         "near_keys_backward_kernel",
         query.shape[0] * key.shape[1] * tiles,
         **arguments,
-        **row_arguments("d_key", d_key),
-        **row_arguments("d_value", d_value),
+        d_key=rows_of(d_key),
+        d_value=rows_of(d_value),
         key_heads=key.shape[1],
         tiles=tiles,
     )

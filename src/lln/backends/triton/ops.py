@@ -232,7 +232,7 @@ def _keep_near(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _near_backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    tensors, (output, logs) = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    *tensors, output, logs = ctx.saved_tensors  # once: activation checkpointing forgets them then
     block_size, is_window, is_causal = ctx.options
     needed = [*ctx.needs_input_grad[:3]]
     if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(gradient)):

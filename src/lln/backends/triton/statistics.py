@@ -11,12 +11,12 @@ from lln.backends.triton.arguments import (
     Arguments,
     FarInputs,
     Launcher,
-    center_arguments,
-    keep_arguments,
+    center_of,
+    keep_of,
     new_floats,
-    row_arguments,
+    rows_of,
 )
-from lln.backends.triton.configs import split_of
+from lln.backends.triton.kernels.moments import Curve, Moments
 from lln.matching import curves
 from lln.matching.curves import Form, Matching
 
@@ -29,13 +29,15 @@ def curve_arguments(head_dim: int, matching: Matching, form: Form, device: torch
     a, b = curves.linear_constants(head_dim, form=form)
     counts, variances = table["num_keys"], table["score_variance"]
     return {
-        "curve": torch.tensor(rows or [[0.0]], dtype=torch.float32, device=device),
-        "a": a,
-        "b": b,
-        "log_start": math.log(variances["start"]),
-        "log_ratio": math.log(variances["ratio"]),
-        "log_count": math.log(counts[0]),
-        "log_count_ratio": math.log(counts[1] / counts[0]),
+        "curve": Curve(
+            torch.tensor(rows or [[0.0]], dtype=torch.float32, device=device),
+            a,
+            b,
+            math.log(variances["start"]),
+            math.log(variances["ratio"]),
+            math.log(counts[0]),
+            math.log(counts[1] / counts[0]),
+        ),
         "ROWS": len(rows),
         "COLUMNS": len(rows[0]) if rows else 0,
         "NARROW": form != "paper",
@@ -55,7 +57,7 @@ def match(inputs: FarInputs, matching: Matching, form: Form, *, is_causal: bool)
     alpha, beta = (new_floats(query, batch, heads, tokens if is_causal else 1) for _ in range(2))
     scales: Arguments = {"alpha": alpha, "beta": beta, "heads": heads, "key_heads": key_heads, "D": width}
     if is_causal:
-        found = []
+        sums_of_sides = []
         for x, keep, center in sides:
             tiles = run.tiles("token_moments_kernel", tokens)
             means = x.new_empty((*x.shape[:3],), dtype=torch.float64)
@@ -64,57 +66,56 @@ def match(inputs: FarInputs, matching: Matching, form: Form, *, is_causal: bool)
                 "token_moments_kernel",
                 batch * x.shape[1] * tiles,
                 needs="D BLOCK_D",
-                **row_arguments("x", x),
-                **keep_arguments(keep, x),
-                **center_arguments("center", center, x),
-                CENTERED=inputs.is_centered,
+                x=rows_of(x),
+                keep=keep_of(keep),
+                center=center_of(center),
                 means=means,
                 variances=variances,
                 heads=x.shape[1],
                 tokens=tokens,
                 tiles=tiles,
             )
-            found += [means, variances]
+            sums_of_sides += [means, variances]
         names = ("query_means", "query_variances", "key_means", "key_variances")
-        sums: Arguments = dict(zip(names, found, strict=True)) | scales | curve
-        run("prefix_match_kernel", batch * heads, tokens=tokens, **keep_arguments(inputs.keep_key, key), **sums)
+        sums: Arguments = dict(zip(names, sums_of_sides, strict=True)) | scales | curve
+        run("prefix_match_kernel", batch * heads, tokens=tokens, keep=keep_of(inputs.keep_key), **sums)
         return alpha, beta
     block = run.sizes["BLOCK_D"]
-    arguments: Arguments = {}
-    for name, (x, keep, _) in zip(("query", "key"), sides, strict=True):
-        splits, split_tokens = split_of(x.shape[2])
-        pairs = batch * x.shape[1]
-        means, squares = new_floats(x, pairs * splits, block), new_floats(x, pairs * splits, block, block)
-        counts = new_floats(x, pairs * splits)
-        columns = min(block, (configs.SUM_ENTRIES if block <= 128 else configs.FLOAT32_SUM_ENTRIES) // block)
-        run(
-            "moments_kernel",
-            pairs * splits,
-            block // columns,
-            needs="D BLOCK_D",
-            **row_arguments("x", x),
-            **keep_arguments(keep, x),
-            means=means,
-            squares=squares,
-            counts=counts,
-            heads=x.shape[1],
-            tokens=x.shape[2],
-            split_tokens=split_tokens,
-            splits=splits,
-            BLOCK_C=columns,
-            PRECISION=run.precision,
-        )
-        arguments |= {f"{name}_means": means, f"{name}_squares": squares, f"{name}_counts": counts}
-        arguments[f"{name}_splits"] = splits
-    centers = center_arguments("center_query", inputs.center_query, alpha) | center_arguments(
-        "center_key", inputs.center_key, beta
+    splits = run.split(tokens), run.split(key.shape[2])
+    sizes = [batch * x.shape[1] * number for x, (number, _) in zip((query, key), splits, strict=True)]
+    found = [
+        Moments(new_floats(query, n, block), new_floats(query, n, block, block), new_floats(query, n)) for n in sizes
+    ]
+    both: Arguments = {"queries": found[0], "keys": found[1], "query_splits": splits[0][0], "key_splits": splits[1][0]}
+    columns = min(block, (configs.SUM_ENTRIES if block <= 128 else configs.FLOAT32_SUM_ENTRIES) // block)
+    run(
+        "moments_kernel",
+        max(sizes),
+        block // columns,
+        2,
+        needs="D BLOCK_D",
+        query=rows_of(query),
+        key=rows_of(key),
+        keep_query=keep_of(inputs.keep_query),
+        keep_key=keep_of(inputs.keep_key),
+        **both,
+        batches=batch,
+        heads=heads,
+        key_heads=key_heads,
+        tokens=tokens,
+        key_tokens=key.shape[2],
+        query_split_tokens=splits[0][1],
+        key_split_tokens=splits[1][1],
+        BLOCK_C=columns,
+        PRECISION=run.precision,
     )
     run(
         "match_kernel",
         batch * heads,
+        center_query=center_of(inputs.center_query),
+        center_key=center_of(inputs.center_key),
         BLOCK_D=block,
         BLOCK_C=min(block, 16 if block > 64 else 32),
-        CENTERED=inputs.is_centered,
-        **(arguments | centers | scales | curve),
+        **(both | scales | curve),
     )
     return alpha, beta

@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from lln.backends.triton.arguments import contiguous_features, launch
+from lln.backends.triton.arguments import contiguous_features, launch, rows_of
 from lln.backends.triton.configs import power_of_two, value_block
 from lln.backends.triton.statistics import curve_arguments
 from lln.recurrence import Advance, Memory, Recurrence
@@ -30,24 +29,24 @@ def step(recurrence: Recurrence) -> Advance:
     near = value.new_empty(shape, dtype=torch.float32) if recurrence.apart and recent_key is not None else None
     alpha, beta, weight = recurrence.alpha, recurrence.beta, recurrence.key_weight
     arguments: dict[str, Any] = {
-        **_pair_arguments("query", query),
-        **_pair_arguments("key", key),
-        **_pair_arguments("value", value),
-        **_pair_arguments("near_query", near_query),
-        **_pair_arguments("near_key", near_key),
-        "keep": query if keep is None else keep.contiguous().view(torch.uint8),
-        "alpha": query if alpha is None else alpha.contiguous(),
-        "beta": query if beta is None else beta.contiguous(),
-        "weight": query if weight is None else weight.contiguous(),
+        "query": rows_of(query),
+        "key": rows_of(key),
+        "value": rows_of(value),
+        "near_query": rows_of(near_query),
+        "near_key": rows_of(near_key),
+        "keep": None if keep is None else keep.contiguous().view(torch.uint8),
+        "alpha": None if alpha is None else alpha.contiguous(),
+        "beta": None if beta is None else beta.contiguous(),
+        "weight": None if weight is None else weight.contiguous(),
         "mass": memory.mass,
         "values": memory.values,
         "num_tokens": memory.num_tokens,
         "query_sums": memory.query_sums,
         "key_sums": memory.key_sums,
-        "recent_key": key if recent_key is None else recent_key,
-        "recent_value": value if recent_value is None else recent_value,
+        "recent_key": recent_key,
+        "recent_value": recent_value,
         "output": output,
-        "near_output": output if near is None else near,
+        "near_output": near,
         "heads": heads,
         "groups": heads // key.shape[1],
         "recent": 0 if recent_key is None else recent_key.shape[2],
@@ -60,21 +59,11 @@ def step(recurrence: Recurrence) -> Advance:
         "BLOCK_D": power_of_two(near_query.shape[3]),
         "BLOCK_V": block_v,
         "VALUE_BLOCKS": -(-value_width // block_v),
-        "HAS_KEEP": keep is not None,
-        "HAS_ALPHA": alpha is not None,
-        "HAS_BETA": beta is not None,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_NEAR": recent_key is not None,
         "IS_WINDOW": recurrence.near == "window",
         "NORMALIZED": recurrence.form != "paper",
-        "APART": recurrence.apart,
     }
     launch("step_kernel", (batch * heads,), widths=(block_f, block_v), dtype=query.dtype, **arguments)
     if not memory.mass.is_inference():  # autograd must not use what it saved of them
         increment_version([x for x in memory if x is not None])
     memory.num_tokens.add_(1 if keep is None else keep[:, 0])  # here, because all heads read it
     return Advance(output, near, memory)
-
-
-def _pair_arguments(name: str, x: Tensor) -> dict[str, Any]:
-    return {name: x, f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1)}

@@ -5,7 +5,7 @@ Tiles and warps are fixed (`configs`), so that results do not depend on what is 
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -46,6 +46,18 @@ class Call(NamedTuple):
         return {name: self.config().tile for name in ("BLOCK_N", "BLOCK_M") if name in names}
 
 
+def tensors_of(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among arguments and their named parts, such as "keys.rows.pointer"."""
+    found = {}
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            found[name] = x
+        elif isinstance(x, tuple):
+            parts = x._asdict()  # type: ignore[attr-defined]
+            found |= {f"{name}.{part}": y for part, y in tensors_of(parts).items()}
+    return found
+
+
 _recorded: list[Call] | None = None
 
 
@@ -72,8 +84,9 @@ def run(
     if _recorded is not None:
         _recorded.append(call)
         return
-    function = functools.partial(kernels()[kernel][grid], **arguments, **call.tiles(), num_warps=call.config().warps)
-    device = next(x.device for x in arguments.values() if isinstance(x, torch.Tensor))
+    options = {"num_warps": call.config().warps, "maxnreg": call.config().registers}
+    function = functools.partial(kernels()[kernel][grid], **arguments, **call.tiles(), **options)
+    device = next(x.device for x in tensors_of(arguments).values())
     function(num_stages=call.config().stages if device.type == "cpu" else fastest_stages(call, device, function))
 
 

@@ -14,14 +14,16 @@ from lln.backends.triton.kernels.common import (
     LARGEST,
     dot,
     kept_rows,
+    load_center,
     load_rows,
     load_scale,
-    load_vector,
+    load_summary,
     nan_where,
+    place_of,
     store_rows,
     weigh,
 )
-from lln.backends.triton.kernels.summary import load_queries, remember
+from lln.backends.triton.kernels.summary import COUNTS, load_queries, remember
 
 REACH = tl.constexpr(30.0)
 
@@ -57,77 +59,60 @@ def first_seen(top, logs, there, FIRST: tl.constexpr, BLOCK_N: tl.constexpr, las
 
 @triton.jit
 def load_keys(
-    key,
-    keep,
-    scale,
-    shift,
-    center,
-    other_center,
+    keys,
+    middle,
+    other,
+    batch,
+    head,
+    row_head,
     rows,
     tokens,
-    key_token,
-    scale_token,
-    shift_token,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    CENTERED: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
     """Log-weights of keys, ABSENT where they are not finite, which keys are kept, and which of these are finite."""
-    _, kept = kept_rows(keep, rows, tokens, HAS_KEEP)
-    own_shift = rows.to(tl.float32) * 0.0
-    if HAS_SHIFT:
-        own_shift = load_scale(shift, rows, shift_token, kept)
-    x = load_rows(key, rows, key_token, kept, D, BLOCK_D, 0)
-    own_scale = load_scale(scale, rows, scale_token, kept)
-    logs = weigh(x, own_scale, own_shift, center, other_center, kept, D, BLOCK_D, CENTERED, NORMALIZED)
+    _, kept = kept_rows(keys.keep, batch, rows, tokens)
+    shift = rows.to(tl.float32) * 0.0
+    if keys.weight is not None:
+        shift = load_scale(keys.weight, batch, head, rows, kept)
+    x = load_rows(keys.rows, batch, row_head, rows, kept, D, BLOCK_D, 0)
+    scale = load_scale(keys.scale, batch, head, rows, kept)
+    logs = weigh(x, scale, shift, middle, other, kept, D, BLOCK_D, keys.center is not None, NORMALIZED)
     odd = tl.max(tl.where(tl.abs(logs) <= LARGEST, 0.0, 1.0), axis=1)
     finite = kept & (odd == 0.0)
     return tl.where(finite[:, None], logs, ABSENT), kept, finite
 
 
 @triton.jit
+def place_in_split(
+    queries,
+    keys,
+    heads,
+    groups,
+    tokens,
+    split_tokens,
+    splits,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """This program's split of all, head of all, sample, head and key head, the centres, and the split's tokens."""
+    place, pair, split, batch, head = place_of(splits, heads)
+    row_head = head // groups
+    middle_q = load_center(queries.center, batch, head, D, BLOCK_D)
+    middle_k = load_center(keys.center, batch, row_head, D, BLOCK_D)
+    start = split * split_tokens
+    return place, pair, batch, head, row_head, middle_q, middle_k, start, tl.minimum(start + split_tokens, tokens)
+
+
+@triton.jit(do_not_specialize=COUNTS)
 def causal_kernel(
-    query,
-    key,
+    queries,
+    keys,
     value,
-    keep,
-    alpha,
-    beta,
-    weight,
-    center_query,
-    center_key,
-    tops,
-    weights,
-    sums,
+    starts,
     output,
     logs_of_total,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    output_batch,
-    output_head,
-    output_token,
-    keep_batch,
-    alpha_batch,
-    alpha_head,
-    alpha_token,
-    beta_batch,
-    beta_head,
-    beta_token,
-    weight_batch,
-    weight_head,
-    weight_token,
-    center_query_batch,
-    center_key_batch,
     heads,
     groups,
     tokens,
@@ -139,68 +124,26 @@ def causal_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    CENTERED: tl.constexpr,
     NORMALIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The output of a split, from the summary of all before it, and the log of each query's summed weights."""
-    place = tl.program_id(0).to(tl.int64)
+    place, pair, batch, head, row_head, middle_q, middle_k, start, end = place_in_split(
+        queries, keys, heads, groups, tokens, split_tokens, splits, D, BLOCK_D
+    )
     value_first = tl.program_id(1) * BLOCK_V
-    pair, split = place // splits, place % splits
-    batch, head = pair // heads, pair % heads
-    row_head = head // groups
-    query += batch * query_batch + head * query_head
-    key += batch * key_batch + row_head * key_head
-    value += batch * value_batch + row_head * value_head
-    output += batch * output_batch + head * output_head
-    keep += batch * keep_batch
-    alpha += batch * alpha_batch + head * alpha_head
-    beta += batch * beta_batch + head * beta_head
-    weight += batch * weight_batch + head * weight_head
-    middle_q, middle_k = 0.0, 0.0
-    if CENTERED:
-        middle_q = load_vector(center_query + batch * center_query_batch + head * D, D, BLOCK_D)
-        middle_k = load_vector(center_key + batch * center_key_batch + row_head * D, D, BLOCK_D)
     features = tl.arange(0, BLOCK_D)
-    columns = value_first + tl.arange(0, BLOCK_V)
-    width = VALUE_BLOCKS * BLOCK_V
-    top = tl.load(tops + place * BLOCK_D + features)
-    mass = tl.load(weights + place * BLOCK_D + features)
-    total = tl.load(sums + (place * BLOCK_D + features[:, None]) * width + columns[None, :])
+    top, mass, total = load_summary(starts, place, value_first, BLOCK_D, BLOCK_V, VALUE_BLOCKS * BLOCK_V)
     local = tl.arange(0, BLOCK_N)
     all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
-    start = split * split_tokens
-    end = tl.minimum(start + split_tokens, tokens)
     ones = tl.full((BLOCK_N,), 1.0, tl.float32)
     for first in range(start, end, BLOCK_N):
         rows = first + local
-        a, _, _, is_row, _ = load_queries(
-            query, keep, alpha, middle_q, rows, end, query_token, alpha_token, D, BLOCK_D, HAS_KEEP, CENTERED
-        )
+        a, _, _, is_row, _ = load_queries(queries, middle_q, batch, head, rows, end, D, BLOCK_D)
         query_flags = tl.sum(a * 0.0, axis=1)
         a = tl.where((query_flags == query_flags)[:, None], a, 0.0)
-        b, kept, finite = load_keys(
-            key,
-            keep,
-            beta,
-            weight,
-            middle_k,
-            middle_q,
-            rows,
-            end,
-            key_token,
-            beta_token,
-            weight_token,
-            D,
-            BLOCK_D,
-            HAS_KEEP,
-            HAS_WEIGHT,
-            CENTERED,
-            NORMALIZED,
-        )
-        v = load_rows(value, rows, value_token, kept, V, BLOCK_V, value_first)
+        b, kept, finite = load_keys(keys, middle_k, middle_q, batch, head, row_head, rows, end, D, BLOCK_D, NORMALIZED)
+        v = load_rows(value, batch, row_head, rows, kept, V, BLOCK_V, value_first)
         odd_value = tl.max(tl.where(tl.abs(v) <= LARGEST, 0.0, 1.0), axis=1) > 0.0
         v = tl.where(odd_value[:, None], 0.0, v)
         # Later rows, and they alone, show what is not finite.
@@ -241,7 +184,7 @@ def causal_kernel(
         safe = tl.where(is_empty, 1.0, sum_of_weights)
         result = dot(P, v, tl.zeros((BLOCK_N, BLOCK_V), tl.float32), PRECISION)
         result = dot(before, total, result, PRECISION) / safe[:, None] + flags[:, None]
-        store_rows(output, result, rows, output_token, is_row, V, BLOCK_V, value_first)
+        store_rows(output, batch, head, rows, is_row, result, V, BLOCK_V, value_first)
         if value_first == 0:
             logs = tl.where(is_empty, ABSENT, high_a + high_b + tl.log(safe) + flags)
             tl.store(logs_of_total + pair * tokens + rows, logs, mask=is_row)

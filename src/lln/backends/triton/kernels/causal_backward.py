@@ -13,32 +13,23 @@ directions inside a chunk it is as in `causal`. A launch has a block of values, 
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.causal import REACH, column_of, first_seen, load_keys
-from lln.backends.triton.kernels.common import ABSENT, dot, load_rows, load_vector, store_rows
-from lln.backends.triton.kernels.summary import load_queries, remember
+from lln.backends.triton.kernels.causal import REACH, column_of, first_seen, load_keys, place_in_split
+from lln.backends.triton.kernels.common import (
+    ABSENT,
+    dot,
+    load_rows,
+    load_scale,
+    load_summary,
+    store_rows,
+)
+from lln.backends.triton.kernels.summary import COUNTS, load_queries, remember
 
 
 @triton.jit
-def load_past(
-    query,
-    keep,
-    alpha,
-    center,
-    logs_of_total,
-    rows,
-    tokens,
-    query_token,
-    alpha_token,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    CENTERED: tl.constexpr,
-):
+def load_past(queries, middle, logs_of_total, batch, head, rows, tokens, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """c = a - z, ABSENT for queries that count for nothing, and which those are not."""
-    a, _, _, is_row, usable = load_queries(
-        query, keep, alpha, center, rows, tokens, query_token, alpha_token, D, BLOCK_D, HAS_KEEP, CENTERED
-    )
-    z = tl.load(logs_of_total + rows, mask=is_row, other=ABSENT)
+    a, _, _, is_row, usable = load_queries(queries, middle, batch, head, rows, tokens, D, BLOCK_D)
+    z = load_scale(logs_of_total, batch, head, rows, is_row)
     there = is_row & usable & (z != ABSENT)
     c = tl.where(there[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :], a - z[:, None], ABSENT)
     return c, there
@@ -51,48 +42,16 @@ def exponentials(c, b, feature, pairs, BLOCK_D: tl.constexpr):
     return tl.where(pairs, tl.exp(tl.minimum(logs, 1.0)), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*COUNTS, "block"))
 def causal_queries_backward_kernel(
-    query,
-    key,
+    queries,
+    keys,
     value,
-    keep,
-    alpha,
-    beta,
-    weight,
-    center_query,
-    center_key,
     gradient,
-    tops,
-    weights,
-    sums,
+    starts,
     logs_of_total,
     dots,
     d_logs,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    gradient_batch,
-    gradient_head,
-    gradient_token,
-    keep_batch,
-    alpha_batch,
-    alpha_head,
-    alpha_token,
-    beta_batch,
-    beta_head,
-    beta_token,
-    weight_batch,
-    weight_head,
-    weight_token,
-    center_query_batch,
-    center_key_batch,
     heads,
     groups,
     block,
@@ -105,84 +64,28 @@ def causal_queries_backward_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    CENTERED: tl.constexpr,
     NORMALIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
+    """The gradient of the log-weights of queries, of one block of values."""
+    place, _pair, batch, head, row_head, middle_q, middle_k, start, end = place_in_split(
+        queries, keys, heads, groups, tokens, split_tokens, splits, D, BLOCK_D
+    )
     value_first = block * BLOCK_V
-    pair, split = place // splits, place % splits
-    batch, head = pair // heads, pair % heads
-    row_head = head // groups
-    query += batch * query_batch + head * query_head
-    key += batch * key_batch + row_head * key_head
-    value += batch * value_batch + row_head * value_head
-    gradient += batch * gradient_batch + head * gradient_head
-    keep += batch * keep_batch
-    alpha += batch * alpha_batch + head * alpha_head
-    beta += batch * beta_batch + head * beta_head
-    weight += batch * weight_batch + head * weight_head
-    logs_of_total += pair * tokens
-    dots += pair * tokens
-    d_logs += pair * tokens * D
-    middle_q, middle_k = 0.0, 0.0
-    if CENTERED:
-        middle_q = load_vector(center_query + batch * center_query_batch + head * D, D, BLOCK_D)
-        middle_k = load_vector(center_key + batch * center_key_batch + row_head * D, D, BLOCK_D)
     features = tl.arange(0, BLOCK_D)
-    columns = value_first + tl.arange(0, BLOCK_V)
-    width = VALUE_BLOCKS * BLOCK_V
-    top = tl.load(tops + place * BLOCK_D + features)
-    mass = tl.load(weights + place * BLOCK_D + features)
-    total = tl.load(sums + (place * BLOCK_D + features[:, None]) * width + columns[None, :])
+    top, mass, total = load_summary(starts, place, value_first, BLOCK_D, BLOCK_V, VALUE_BLOCKS * BLOCK_V)
     local = tl.arange(0, BLOCK_N)
     all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
-    start = split * split_tokens
-    end = tl.minimum(start + split_tokens, tokens)
     ones = tl.full((BLOCK_N,), 1.0, tl.float32)
     for first in range(start, end, BLOCK_N):
         rows = first + local
-        c, there = load_past(
-            query,
-            keep,
-            alpha,
-            middle_q,
-            logs_of_total,
-            rows,
-            end,
-            query_token,
-            alpha_token,
-            D,
-            BLOCK_D,
-            HAS_KEEP,
-            CENTERED,
-        )
-        b, _, kept = load_keys(
-            key,
-            keep,
-            beta,
-            weight,
-            middle_k,
-            middle_q,
-            rows,
-            end,
-            key_token,
-            beta_token,
-            weight_token,
-            D,
-            BLOCK_D,
-            HAS_KEEP,
-            HAS_WEIGHT,
-            CENTERED,
-            NORMALIZED,
-        )
-        v = load_rows(value, rows, value_token, kept, V, BLOCK_V, value_first)
-        g = load_rows(gradient, rows, gradient_token, there, V, BLOCK_V, value_first)
+        c, there = load_past(queries, middle_q, logs_of_total, batch, head, rows, end, D, BLOCK_D)
+        b, _, kept = load_keys(keys, middle_k, middle_q, batch, head, row_head, rows, end, D, BLOCK_D, NORMALIZED)
+        v = load_rows(value, batch, row_head, rows, kept, V, BLOCK_V, value_first)
+        g = load_rows(gradient, batch, head, rows, there, V, BLOCK_V, value_first)
         r = tl.zeros((BLOCK_N,), tl.float32)
         if block == 0:
-            r = tl.load(dots + rows, mask=there, other=0.0)
+            r = load_scale(dots, batch, head, rows, there)
         pairs = (local[None, :] <= local[:, None]) & kept[None, :] & there[:, None]
         zero = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
         d_weights = tl.where(pairs, dot(g, tl.trans(v), zero, PRECISION) - r[:, None], 0.0)
@@ -199,54 +102,22 @@ def causal_queries_backward_kernel(
                 d_column = tl.sum(exponentials(c, b, feature, pairs, BLOCK_D) * d_weights, axis=1)
                 d_a += tl.where((features == feature)[None, :], d_column[:, None], 0.0)
         if block > 0:
-            d_a += load_rows(d_logs, rows, D, rows < end, D, BLOCK_D, 0)
-        store_rows(d_logs, d_a, rows, D, rows < end, D, BLOCK_D, 0)
+            d_a += load_rows(d_logs, batch, head, rows, rows < end, D, BLOCK_D, 0)
+        store_rows(d_logs, batch, head, rows, rows < end, d_a, D, BLOCK_D, 0)
         top, mass, total = remember(top, mass, total, b, v, ones, kept, PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*COUNTS, "block"))
 def causal_keys_backward_kernel(
-    query,
-    key,
+    queries,
+    keys,
     value,
-    keep,
-    alpha,
-    beta,
-    weight,
-    center_query,
-    center_key,
     gradient,
-    tops,
-    weights,
-    sums,
+    starts,
     logs_of_total,
     dots,
     d_logs,
     d_values,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    gradient_batch,
-    gradient_head,
-    gradient_token,
-    keep_batch,
-    alpha_batch,
-    alpha_head,
-    alpha_token,
-    beta_batch,
-    beta_head,
-    beta_token,
-    weight_batch,
-    weight_head,
-    weight_token,
-    center_query_batch,
-    center_key_batch,
     heads,
     groups,
     block,
@@ -259,86 +130,28 @@ def causal_keys_backward_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    CENTERED: tl.constexpr,
     NORMALIZED: tl.constexpr,
     OF_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """d_values, or (OF_VALUES = False) the gradient of the log-weights: both at once do not fit into registers."""
-    place = tl.program_id(0).to(tl.int64)
+    place, _pair, batch, head, row_head, middle_q, middle_k, start, end = place_in_split(
+        queries, keys, heads, groups, tokens, split_tokens, splits, D, BLOCK_D
+    )
     value_first = block * BLOCK_V
-    pair, split = place // splits, place % splits
-    batch, head = pair // heads, pair % heads
-    row_head = head // groups
-    query += batch * query_batch + head * query_head
-    key += batch * key_batch + row_head * key_head
-    value += batch * value_batch + row_head * value_head
-    gradient += batch * gradient_batch + head * gradient_head
-    keep += batch * keep_batch
-    alpha += batch * alpha_batch + head * alpha_head
-    beta += batch * beta_batch + head * beta_head
-    weight += batch * weight_batch + head * weight_head
-    logs_of_total += pair * tokens
-    dots += pair * tokens
-    d_logs += pair * tokens * D
-    d_values += pair * tokens * V
-    middle_q, middle_k = 0.0, 0.0
-    if CENTERED:
-        middle_q = load_vector(center_query + batch * center_query_batch + head * D, D, BLOCK_D)
-        middle_k = load_vector(center_key + batch * center_key_batch + row_head * D, D, BLOCK_D)
     features = tl.arange(0, BLOCK_D)
-    columns = value_first + tl.arange(0, BLOCK_V)
-    width = VALUE_BLOCKS * BLOCK_V
     # The summary of all queries after the split: c in place of b, g of values, and r as what they add to the weights.
-    top = tl.load(tops + place * BLOCK_D + features)
-    mass = tl.load(weights + place * BLOCK_D + features)
-    total = tl.load(sums + (place * BLOCK_D + features[:, None]) * width + columns[None, :])
+    top, mass, total = load_summary(starts, place, value_first, BLOCK_D, BLOCK_V, VALUE_BLOCKS * BLOCK_V)
     local = tl.arange(0, BLOCK_N)
     all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
-    start = split * split_tokens
-    end = tl.minimum(start + split_tokens, tokens)
     chunks = tl.cdiv(end - start, BLOCK_N)
     for step in range(chunks):
         first = start + (chunks - 1 - step) * BLOCK_N
         rows = first + local
-        c, there = load_past(
-            query,
-            keep,
-            alpha,
-            middle_q,
-            logs_of_total,
-            rows,
-            end,
-            query_token,
-            alpha_token,
-            D,
-            BLOCK_D,
-            HAS_KEEP,
-            CENTERED,
-        )
-        b, _, kept = load_keys(
-            key,
-            keep,
-            beta,
-            weight,
-            middle_k,
-            middle_q,
-            rows,
-            end,
-            key_token,
-            beta_token,
-            weight_token,
-            D,
-            BLOCK_D,
-            HAS_KEEP,
-            HAS_WEIGHT,
-            CENTERED,
-            NORMALIZED,
-        )
-        g = load_rows(gradient, rows, gradient_token, there, V, BLOCK_V, value_first)
-        all_r = tl.load(dots + rows, mask=there, other=0.0)
+        c, there = load_past(queries, middle_q, logs_of_total, batch, head, rows, end, D, BLOCK_D)
+        b, _, kept = load_keys(keys, middle_k, middle_q, batch, head, row_head, rows, end, D, BLOCK_D, NORMALIZED)
+        g = load_rows(gradient, batch, head, rows, there, V, BLOCK_V, value_first)
+        all_r = load_scale(dots, batch, head, rows, there)
         r = tl.where(block == 0, all_r, 0.0)
         pairs = (local[None, :] <= local[:, None]) & kept[None, :] & there[:, None]
         zero = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
@@ -357,9 +170,9 @@ def causal_keys_backward_kernel(
                     P += exponentials(c, b, feature, pairs, BLOCK_D)
             d_v = dot(after, total, tl.zeros((BLOCK_N, BLOCK_V), tl.float32), PRECISION)
             d_v = dot(tl.trans(P), g, d_v, PRECISION)
-            store_rows(d_values, d_v, rows, V, rows < end, V, BLOCK_V, value_first)
+            store_rows(d_values, batch, head, rows, rows < end, d_v, V, BLOCK_V, value_first)
         else:
-            v = load_rows(value, rows, value_token, kept, V, BLOCK_V, value_first)
+            v = load_rows(value, batch, row_head, rows, kept, V, BLOCK_V, value_first)
             d_weights = tl.where(pairs, dot(g, tl.trans(v), zero, PRECISION) - r[:, None], 0.0)
             met = dot(v, tl.trans(total), tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
             d_b = after * (met - tl.where(block == 0, mass, 0.0)[None, :])
@@ -372,6 +185,6 @@ def causal_keys_backward_kernel(
                     d_column = tl.sum(exponentials(c, b, feature, pairs, BLOCK_D) * d_weights, axis=0)
                     d_b += tl.where((features == feature)[None, :], d_column[:, None], 0.0)
             if block > 0:
-                d_b += load_rows(d_logs, rows, D, rows < end, D, BLOCK_D, 0)
-            store_rows(d_logs, d_b, rows, D, rows < end, D, BLOCK_D, 0)
+                d_b += load_rows(d_logs, batch, head, rows, rows < end, D, BLOCK_D, 0)
+            store_rows(d_logs, batch, head, rows, rows < end, d_b, D, BLOCK_D, 0)
         top, mass, total = remember(top, mass, total, c, g, all_r, there, PRECISION)

@@ -3,7 +3,15 @@
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.common import LARGEST, kept_rows, load_rows, load_vector, nan_where
+from lln.backends.triton.kernels.common import (
+    LARGEST,
+    kept_rows,
+    load_center,
+    load_rows,
+    load_scale,
+    nan_where,
+    place_of,
+)
 from lln.backends.triton.kernels.moments import LARGEST_ENTRY, bounded, divide, matched_spread
 
 
@@ -23,39 +31,29 @@ def entries_of(tile, origin, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return origin.to(tl.float64) + mean.to(tl.float64) + nan_where(odd > 0.0).to(tl.float64), within
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("heads", "tokens", "tiles"))
 def token_moments_kernel(
     x,
     center,
     keep,
     means,
     variances,
-    x_batch,
-    x_head,
-    x_token,
-    center_batch,
-    keep_batch,
     heads,
     tokens,
     tiles,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CENTERED: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
 ):
     """Mean and variance of the entries of each token; 0 for one that is not kept."""
-    place = tl.program_id(0).to(tl.int64)
-    pair, tile = place // tiles, place % tiles
-    x += pair // heads * x_batch + pair % heads * x_head
+    _place, pair, tile, batch, head = place_of(tiles, heads)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, kept = kept_rows(keep + pair // heads * keep_batch, rows, tokens, HAS_KEEP)
-    data = load_rows(x, rows, x_token, kept, D, BLOCK_D, 0)
-    origin = tl.load(x + rows.to(tl.int64) * x_token, mask=kept, other=0.0).to(tl.float32)
-    if CENTERED:
-        center += pair // heads * center_batch + pair % heads * D
-        data = data - load_vector(center, D, BLOCK_D)[None, :]
-        origin = origin - tl.load(center).to(tl.float32)
+    is_row, kept = kept_rows(keep, batch, rows, tokens)
+    data = load_rows(x, batch, head, rows, kept, D, BLOCK_D, 0)
+    origin = load_scale(x, batch, head, rows, kept)  # the first feature
+    if center is not None:
+        data = data - load_center(center, batch, head, D, BLOCK_D)[None, :]
+        origin = origin - tl.load(center.pointer + batch * center.batch + head * center.head)
     mean, within = entries_of(data, origin, D, BLOCK_D)
     tl.store(means + pair * tokens + rows, tl.where(kept, mean, 0.0), mask=is_row)
     tl.store(variances + pair * tokens + rows, tl.where(kept, within, 0.0), mask=is_row)
@@ -75,12 +73,6 @@ def scales_of(
     sigma_k,
     num_keys,
     curve,
-    a,
-    b,
-    log_start,
-    log_ratio,
-    log_count,
-    log_count_ratio,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NARROW: tl.constexpr,
@@ -93,12 +85,6 @@ def scales_of(
         product * product,
         num_keys,
         curve,
-        a,
-        b,
-        log_start,
-        log_ratio,
-        log_count,
-        log_count_ratio,
         ROWS,
         COLUMNS,
         NARROW,
@@ -108,7 +94,7 @@ def scales_of(
     return divide(share, sigma_q), divide(share, sigma_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("heads", "key_heads", "tokens"))
 def prefix_match_kernel(
     query_means,
     query_variances,
@@ -118,32 +104,24 @@ def prefix_match_kernel(
     curve,
     alpha,
     beta,
-    keep_batch,
     heads,
     key_heads,
     tokens,
-    a,
-    b,
-    log_start,
-    log_ratio,
-    log_count,
-    log_count_ratio,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NARROW: tl.constexpr,
 ):
     """alpha and beta of each token of a head, from the tokens up to it; sums run in float64."""
     pair = tl.program_id(0).to(tl.int64)
-    key_pair = pair // heads * key_heads + pair % heads // (heads // key_heads)
-    keep += pair // heads * keep_batch
+    batch, head = pair // heads, pair % heads
+    key_pair = batch * key_heads + head // (heads // key_heads)
     zero = tl.zeros((BLOCK_N,), tl.float64)
     count, mean_q, square_q, within_q, mean_k, square_k, within_k = zero, zero, zero, zero, zero, zero, zero
     for first in range(0, tokens, BLOCK_N):
         rows = first + tl.arange(0, BLOCK_N)
-        is_row, kept = kept_rows(keep, rows, tokens, HAS_KEEP)
+        is_row, kept = kept_rows(keep, batch, rows, tokens)
         q = tl.load(query_means + pair * tokens + rows, mask=is_row, other=0.0)
         k = tl.load(key_means + key_pair * tokens + rows, mask=is_row, other=0.0)
         q_variance = tl.load(query_variances + pair * tokens + rows, mask=is_row, other=0.0).to(tl.float64)
@@ -167,12 +145,6 @@ def prefix_match_kernel(
             sigma_k,
             running.to(tl.float32),
             curve,
-            a,
-            b,
-            log_start,
-            log_ratio,
-            log_count,
-            log_count_ratio,
             ROWS,
             COLUMNS,
             NARROW,

@@ -6,7 +6,7 @@ Shapes: F features of LLN attention, D of softmax attention among neighbours, V 
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.common import ABSENT, load_rows, load_vector, row_flags
+from lln.backends.triton.kernels.common import ABSENT, row_flags
 from lln.backends.triton.kernels.prefix import entries_of, scales_of, sigma_of
 
 
@@ -27,6 +27,39 @@ def add_token(sums, x, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_token(x, batch, head, is_kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The one token of a head, or zeros if `is_kept` is 0."""
+    columns = tl.arange(0, BLOCK)
+    pointer = x.pointer + batch * x.batch + head * x.head + columns
+    return tl.load(pointer, mask=columns < WIDTH * is_kept, other=0.0)
+
+
+@triton.jit
+def ring_scores(
+    recent_key,
+    ring,
+    first,
+    query,
+    recent,
+    slot,
+    count,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_WINDOW: tl.constexpr,
+):
+    """Some slots of the ring of recent tokens, which of them the token sees, and its scores there."""
+    slots = first + tl.arange(0, BLOCK_N)
+    seen = (slots < recent) & (slots != slot) & (slots < count)
+    if not IS_WINDOW:
+        seen = seen & (slots < slot)
+    columns = tl.arange(0, BLOCK_D)
+    mask = seen[:, None] & (columns < D)[None, :]
+    old = tl.load(recent_key + (ring + slots)[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return slots, seen, tl.where(seen, tl.sum(old * query[None, :], axis=1), ABSENT)
+
+
+@triton.jit(do_not_specialize=("heads", "recent"))
 def step_kernel(
     query,
     key,
@@ -47,26 +80,10 @@ def step_kernel(
     recent_value,
     output,
     near_output,
-    query_batch,
-    query_head,
-    key_batch,
-    key_head,
-    value_batch,
-    value_head,
-    near_query_batch,
-    near_query_head,
-    near_key_batch,
-    near_key_head,
     heads,
     groups,
     recent,
     near_scale,
-    a,
-    b,
-    log_start,
-    log_ratio,
-    log_count,
-    log_count_ratio,
     F: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
@@ -75,33 +92,29 @@ def step_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HAS_ALPHA: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_NEAR: tl.constexpr,
     IS_WINDOW: tl.constexpr,
     NORMALIZED: tl.constexpr,
-    APART: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NARROW: tl.constexpr,
 ):
+    """The memory with one more token in it, and the token's output.
+
+    `keep`, the scales, `weight`, the ring of recent tokens and `near_output` may be None; without `near_output` the
+    output is the mean of both branches.
+    """
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     row_head = head // groups
-    query += batch * query_batch + head * query_head
-    key += batch * key_batch + row_head * key_head
-    value += batch * value_batch + row_head * value_head
     count = tl.load(num_tokens + batch)
     is_kept = (count * 0 + 1).to(tl.int32)
-    if HAS_KEEP:
+    if keep is not None:
         is_kept = tl.load(keep + batch).to(tl.int32)
     kept = is_kept > 0
     features = tl.arange(0, BLOCK_F)
     there = features < F
-    q = load_vector(query, F, BLOCK_F)
-    k = tl.load(key + features, mask=features < F * is_kept, other=0.0).to(tl.float32)
+    q = load_token(query, batch, head, 1, F, BLOCK_F).to(tl.float32)
+    k = load_token(key, batch, row_head, is_kept, F, BLOCK_F).to(tl.float32)
     # Statistics of the tokens so far, and what they are matched to.
     counted_q = tl.where(features < F * is_kept, q, 0.0)
     mean_q, square_q, within_q = add_token(query_sums + pair * 3, counted_q[None, :], kept, F, BLOCK_F)
@@ -115,20 +128,14 @@ def step_kernel(
         sigma_k,
         tokens.to(tl.float32),
         curve,
-        a,
-        b,
-        log_start,
-        log_ratio,
-        log_count,
-        log_count_ratio,
         ROWS,
         COLUMNS,
         NARROW,
         F,
     )
-    if HAS_ALPHA:
+    if alpha is not None:
         own_alpha = tl.load(alpha + pair)
-    if HAS_BETA:
+    if beta is not None:
         own_beta = tl.load(beta + pair)
     # The memory with the token in it.
     logs = k * own_beta
@@ -136,7 +143,7 @@ def step_kernel(
     if NORMALIZED:
         top = tl.max(tl.where(there, logs, ABSENT), axis=0)
         shift = -top - tl.log(tl.sum(tl.where(there, tl.exp(logs - top), 0.0), axis=0))
-    if HAS_WEIGHT:
+    if weight is not None:
         shift += tl.load(weight + pair)
     logs = logs + shift + tl.sum(row_flags(k[None, :]), axis=0)
     logs = tl.where(features < F * is_kept, logs, ABSENT)
@@ -153,24 +160,17 @@ def step_kernel(
     # Softmax attention to the recent tokens: the ring, and the new one at its place in it.
     slot = (count % tl.maximum(recent, 1)).to(tl.int32)
     near_top, near_weight = 0.0, 1.0
-    if HAS_NEAR:
-        near_query += batch * near_query_batch + head * near_query_head
-        near_key += batch * near_key_batch + row_head * near_key_head
-        recent_key += (batch * (heads // groups) + row_head) * recent * D
-        recent_value += (batch * (heads // groups) + row_head) * recent * V
-        near_q = load_vector(near_query, D, BLOCK_D) * near_scale
-        near_features = tl.arange(0, BLOCK_D)
-        near_k = tl.load(near_key + near_features, mask=near_features < D * is_kept, other=0.0)
+    if recent_key is not None:
+        ring = (batch * (heads // groups) + row_head) * recent
+        near_q = load_token(near_query, batch, head, 1, D, BLOCK_D).to(tl.float32) * near_scale
+        near_k = load_token(near_key, batch, row_head, is_kept, D, BLOCK_D)
         own_score = tl.sum(near_q * near_k.to(tl.float32), axis=0)
         near_top = own_score
         near_weight = 1.0
         for first in range(0, recent, BLOCK_N):
-            slots = first + tl.arange(0, BLOCK_N)
-            seen = (slots < recent) & (slots != slot) & (slots < count)
-            if not IS_WINDOW:
-                seen = seen & (slots < slot)
-            old = load_rows(recent_key, slots, D, seen, D, BLOCK_D, 0)
-            own = tl.where(seen, tl.sum(old * near_q[None, :], axis=1), ABSENT)
+            _, seen, own = ring_scores(
+                recent_key, ring, first, near_q, recent, slot, count, D, BLOCK_D, BLOCK_N, IS_WINDOW
+            )
             high_score = tl.maximum(near_top, tl.max(own, axis=0))
             near_weight = near_weight * tl.exp(near_top - high_score)
             near_weight += tl.sum(tl.where(seen, tl.exp(own - high_score), 0.0), axis=0)
@@ -178,7 +178,9 @@ def step_kernel(
     for value_first in range(0, VALUE_BLOCKS * BLOCK_V, BLOCK_V):
         columns = value_first + tl.arange(0, BLOCK_V)
         is_value = columns < V
-        v = tl.load(value + columns, mask=columns < V * is_kept, other=0.0)
+        v = tl.load(
+            value.pointer + batch * value.batch + row_head * value.head + columns, mask=columns < V * is_kept, other=0.0
+        )
         place = values + (pair * F + features[:, None]) * V + columns[None, :]
         mask = there[:, None] & is_value[None, :]
         kept_values = (
@@ -186,25 +188,26 @@ def step_kernel(
         )
         tl.store(place, kept_values, mask=mask)
         result = tl.sum(recalled[:, None] * kept_values, axis=0)
-        if HAS_NEAR:
+        if recent_key is not None:
             near = tl.exp(own_score - near_top) * v.to(tl.float32)
             for first in range(0, recent, BLOCK_N):
-                slots = first + tl.arange(0, BLOCK_N)
-                seen = (slots < recent) & (slots != slot) & (slots < count)
-                if not IS_WINDOW:
-                    seen = seen & (slots < slot)
-                old = load_rows(recent_key, slots, D, seen, D, BLOCK_D, 0)
-                own = tl.where(seen, tl.sum(old * near_q[None, :], axis=1), ABSENT)
+                slots, seen, own = ring_scores(
+                    recent_key, ring, first, near_q, recent, slot, count, D, BLOCK_D, BLOCK_N, IS_WINDOW
+                )
                 weights = tl.where(seen, tl.exp(own - near_top), 0.0)
-                old_values = load_rows(recent_value, slots, V, seen, V, BLOCK_V, value_first)
-                near += tl.sum(weights[:, None] * old_values, axis=0)
+                mask_of_values = seen[:, None] & is_value[None, :]
+                old = tl.load(
+                    recent_value + (ring + slots)[:, None] * V + columns[None, :], mask=mask_of_values, other=0.0
+                )
+                near += tl.sum(weights[:, None] * old.to(tl.float32), axis=0)
             near = tl.where(kept, near / near_weight, 0.0)
-            if APART:
+            if near_output is not None:
                 tl.store(near_output + pair * V + columns, near, mask=is_value)
             else:
                 result = (result + near) * 0.5
             if head % groups == 0:
-                tl.store(recent_value + slot * V + columns, v, mask=columns < V * is_kept)
+                tl.store(recent_value + (ring + slot) * V + columns, v, mask=columns < V * is_kept)
         tl.store(output + pair * V + columns, result.to(output.dtype.element_ty), mask=is_value)
-    if HAS_NEAR and head % groups == 0:
-        tl.store(recent_key + slot * D + near_features, near_k, mask=near_features < D * is_kept)
+    if recent_key is not None and head % groups == 0:
+        near_features = tl.arange(0, BLOCK_D)
+        tl.store(recent_key + (ring + slot) * D + near_features, near_k, mask=near_features < D * is_kept)

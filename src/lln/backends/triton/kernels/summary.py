@@ -11,14 +11,20 @@ from lln.backends.triton.kernels.common import (
     ABSENT,
     dot,
     kept_rows,
+    load_center,
     load_rows,
     load_scale,
-    load_vector,
+    matrices,
+    place_of,
     row_flags,
     store_rows,
+    store_summary,
     usable_queries,
     weigh,
 )
+
+# Numbers that change from call to call and shape nothing: a kernel is not compiled anew for them.
+COUNTS = ("heads", "tokens", "split_tokens", "splits")
 
 
 @triton.jit
@@ -32,34 +38,12 @@ def remember(top, weight, sums, logs, values, factor, is_row, PRECISION: tl.cons
     return new_top, weight, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def summarize_kernel(
-    key,
+    keys,
     value,
-    keep,
-    scale,
-    shift,
     factor,
-    center,
-    other_center,
-    tops,
-    weights,
-    sums,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    keep_batch,
-    scale_batch,
-    scale_head,
-    scale_token,
-    shift_batch,
-    shift_head,
-    shift_token,
-    center_batch,
-    other_center_batch,
+    found,
     heads,
     groups,
     tokens,
@@ -71,34 +55,20 @@ def summarize_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    IS_QUERY: tl.constexpr,
-    CENTERED: tl.constexpr,
     NORMALIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The summary of each split of each head.
 
-    With IS_QUERY the rows are queries and their gradients, of which the causal backward pass makes the same sums: the
-    shift of a row is then minus its logsumexp, a row that has none (`ABSENT`) saw no key, and `factor` is g . out.
+    With `factor` the rows are queries and their gradients, of which the causal backward pass makes the same sums: the
+    weight of a row is then its logsumexp and subtracted, a row that has none (`ABSENT`) saw no key, and `factor` is
+    g . out.
     """
-    place = tl.program_id(0).to(tl.int64)
-    value_first = tl.program_id(1) * BLOCK_V
-    pair, split = place // splits, place % splits
-    batch, head = pair // heads, pair % heads
+    place, _pair, split, batch, head = place_of(splits, heads)
     row_head = head // groups
-    key += batch * key_batch + row_head * key_head
-    value += batch * value_batch + row_head * value_head
-    keep += batch * keep_batch
-    scale += batch * scale_batch + head * scale_head
-    shift += batch * shift_batch + head * shift_head
-    middle, other = 0.0, 0.0
-    if CENTERED:
-        middle = load_vector(center + batch * center_batch + row_head * D, D, BLOCK_D)
-        if NORMALIZED:
-            other = load_vector(other_center + batch * other_center_batch + head * D, D, BLOCK_D)
+    value_first = tl.program_id(1) * BLOCK_V
+    middle = load_center(keys.center, batch, row_head, D, BLOCK_D)
+    other = load_center(keys.other_center, batch, head, D, BLOCK_D)
     start = split * split_tokens
     end = tl.minimum(start + split_tokens, tokens)
     top = tl.full((BLOCK_D,), ABSENT, tl.float32)
@@ -106,40 +76,30 @@ def summarize_kernel(
     total = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
     for first in range(start, end, BLOCK_N):
         rows = first + tl.arange(0, BLOCK_N)
-        is_row, there = kept_rows(keep, rows, end, HAS_KEEP)
+        is_row, there = kept_rows(keys.keep, batch, rows, end)
         own_shift = tl.zeros((BLOCK_N,), tl.float32)
-        if IS_QUERY:
-            own_shift = -load_scale(shift, rows, shift_token, is_row)
-            x, usable = usable_queries(load_rows(key, rows, key_token, is_row, D, BLOCK_D, 0), there)
-            there = is_row & usable & (own_shift < -ABSENT)
-        else:
-            x = load_rows(key, rows, key_token, there, D, BLOCK_D, 0)
-            if HAS_SHIFT:
-                own_shift = load_scale(shift, rows, shift_token, there)
         own_factor = tl.full((BLOCK_N,), 1.0, tl.float32)
-        if HAS_FACTOR:
-            own_factor = tl.load(factor + pair * tokens + rows, mask=there, other=0.0)
-        own_scale = load_scale(scale, rows, scale_token, there)
-        logs = weigh(x, own_scale, own_shift, middle, other, there, D, BLOCK_D, CENTERED, NORMALIZED)
-        v = load_rows(value, rows, value_token, there, V, BLOCK_V, value_first)
+        if factor is not None:
+            own_shift = -load_scale(keys.weight, batch, head, rows, is_row)
+            x, usable = usable_queries(load_rows(keys.rows, batch, row_head, rows, is_row, D, BLOCK_D, 0), there)
+            there = is_row & usable & (own_shift < -ABSENT)
+            own_factor = load_scale(factor, batch, head, rows, there)
+        else:
+            x = load_rows(keys.rows, batch, row_head, rows, there, D, BLOCK_D, 0)
+            if keys.weight is not None:
+                own_shift = load_scale(keys.weight, batch, head, rows, there)
+        own_scale = load_scale(keys.scale, batch, head, rows, there)
+        logs = weigh(x, own_scale, own_shift, middle, other, there, D, BLOCK_D, keys.center is not None, NORMALIZED)
+        v = load_rows(value, batch, row_head, rows, there, V, BLOCK_V, value_first)
         top, weight, total = remember(top, weight, total, logs, v, own_factor, there, PRECISION)
     features = tl.arange(0, BLOCK_D)
-    columns = value_first + tl.arange(0, BLOCK_V)
-    width = VALUE_BLOCKS * BLOCK_V
-    tl.store(sums + (place * BLOCK_D + features[:, None]) * width + columns[None, :], total)
-    if value_first == 0:
-        tl.store(tops + place * BLOCK_D + features, top)
-        tl.store(weights + place * BLOCK_D + features, weight)
+    store_summary(found, place, features, value_first, top, weight, total, BLOCK_D, BLOCK_V, VALUE_BLOCKS * BLOCK_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def combine_kernel(
-    tops,
-    weights,
-    sums,
-    starts_top,
-    starts_weight,
-    starts_sums,
+    found,
+    starts,
     mass,
     values,
     splits,
@@ -148,18 +108,16 @@ def combine_kernel(
     BLOCK_V: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
     REVERSE: tl.constexpr,
-    RUNNING: tl.constexpr,
 ):
-    """The log-mass and mean values of all splits; with RUNNING the summary of all splits before each (REVERSE: after).
+    """The log-mass and mean values of all splits, or `starts`: the summary of all splits before each (REVERSE: after).
 
     A program has some features (BLOCK_F) and some values of a head.
     """
     pair = tl.program_id(0).to(tl.int64)
-    feature_first = tl.program_id(1) * BLOCK_F
-    features = feature_first + tl.arange(0, BLOCK_F)
+    features = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     value_first = tl.program_id(2) * BLOCK_V
     columns = value_first + tl.arange(0, BLOCK_V)
-    width = VALUE_BLOCKS * BLOCK_V
+    WIDTH: tl.constexpr = VALUE_BLOCKS * BLOCK_V
     top = tl.full((BLOCK_F,), ABSENT, tl.float32)
     weight = tl.zeros((BLOCK_F,), tl.float32)
     total = tl.zeros((BLOCK_F, BLOCK_V), tl.float32)
@@ -168,49 +126,32 @@ def combine_kernel(
         if REVERSE:
             split = splits - 1 - step
         place = pair * splits + split
-        matrix = (place * BLOCK_D + features[:, None]) * width + columns[None, :]
-        if RUNNING:
-            tl.store(starts_sums + matrix, total)
-            if value_first == 0:
-                tl.store(starts_top + place * BLOCK_D + features, top)
-                tl.store(starts_weight + place * BLOCK_D + features, weight)
-        own_top = tl.load(tops + place * BLOCK_D + features)
+        if starts is not None:
+            store_summary(starts, place, features, value_first, top, weight, total, BLOCK_D, BLOCK_V, WIDTH)
+        own_top = tl.load(found.tops + place * BLOCK_D + features)
         new_top = tl.maximum(top, own_top)
         fade, own_fade = tl.exp(top - new_top), tl.exp(own_top - new_top)
-        weight = weight * fade + tl.load(weights + place * BLOCK_D + features) * own_fade
-        total = total * fade[:, None] + tl.load(sums + matrix) * own_fade[:, None]
+        weight = weight * fade + tl.load(found.weights + place * BLOCK_D + features) * own_fade
+        own_sums = tl.load(matrices(found.sums, place, features, columns, BLOCK_D, WIDTH))
+        total = total * fade[:, None] + own_sums * own_fade[:, None]
         top = new_top
-    if not RUNNING:
+    if starts is None:
         is_empty = weight == 0.0
         safe = tl.where(is_empty, 1.0, weight)
-        target = (pair * BLOCK_D + features[:, None]) * width + columns[None, :]
-        tl.store(values + target, total / safe[:, None])
+        tl.store(matrices(values, pair, features, columns, BLOCK_D, WIDTH), total / safe[:, None])
         if value_first == 0:
             tl.store(mass + pair * BLOCK_D + features, top + tl.log(safe))
 
 
 @triton.jit
-def load_queries(
-    query,
-    keep,
-    alpha,
-    center,
-    rows,
-    tokens,
-    query_token,
-    alpha_token,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    CENTERED: tl.constexpr,
-):
+def load_queries(queries, middle, batch, head, rows, tokens, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """a = alpha (q - center), NaN in rows that are not finite; q - center, alpha, and which rows count."""
-    is_row, kept = kept_rows(keep, rows, tokens, HAS_KEEP)
-    q, usable = usable_queries(load_rows(query, rows, query_token, is_row, D, BLOCK_D, 0), kept)
+    is_row, kept = kept_rows(queries.keep, batch, rows, tokens)
+    q, usable = usable_queries(load_rows(queries.rows, batch, head, rows, is_row, D, BLOCK_D, 0), kept)
     flags = row_flags(q)
-    if CENTERED:
-        q = q - center[None, :]
-    scale = load_scale(alpha, rows, alpha_token, is_row)
+    if queries.center is not None:
+        q = q - middle[None, :]
+    scale = load_scale(queries.scale, batch, head, rows, is_row)
     return q * scale[:, None] + flags[:, None], q, scale, is_row, usable
 
 
@@ -223,26 +164,12 @@ def shares_of_features(a, mass, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return shares / tl.sum(shares, axis=1)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def recall_kernel(
-    query,
-    keep,
-    alpha,
-    center,
+    queries,
     mass,
     values,
     output,
-    query_batch,
-    query_head,
-    query_token,
-    output_batch,
-    output_head,
-    output_token,
-    keep_batch,
-    alpha_batch,
-    alpha_head,
-    alpha_token,
-    center_batch,
     heads,
     tokens,
     split_tokens,
@@ -253,34 +180,21 @@ def recall_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    CENTERED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out = softmax over features of (a + L) times the mean values."""
-    place = tl.program_id(0).to(tl.int64)
-    pair, split = place // splits, place % splits
-    batch, head = pair // heads, pair % heads
-    query += batch * query_batch + head * query_head
-    output += batch * output_batch + head * output_head
-    keep += batch * keep_batch
-    alpha += batch * alpha_batch + head * alpha_head
-    middle = 0.0
-    if CENTERED:
-        middle = load_vector(center + batch * center_batch + head * D, D, BLOCK_D)
+    _place, pair, split, batch, head = place_of(splits, heads)
+    middle = load_center(queries.center, batch, head, D, BLOCK_D)
     features = tl.arange(0, BLOCK_D)
     own_mass = tl.load(mass + pair * BLOCK_D + features)
-    width = VALUE_BLOCKS * BLOCK_V
     start = split * split_tokens
     end = tl.minimum(start + split_tokens, tokens)
     for first in range(start, end, BLOCK_N):
         rows = first + tl.arange(0, BLOCK_N)
-        a, _, _, is_row, _ = load_queries(
-            query, keep, alpha, middle, rows, end, query_token, alpha_token, D, BLOCK_D, HAS_KEEP, CENTERED
-        )
+        a, _, _, is_row, _ = load_queries(queries, middle, batch, head, rows, end, D, BLOCK_D)
         shares = shares_of_features(a, own_mass, D, BLOCK_D)
         for value_first in range(0, VALUE_BLOCKS * BLOCK_V, BLOCK_V):
             columns = value_first + tl.arange(0, BLOCK_V)
-            own_values = tl.load(values + (pair * BLOCK_D + features[:, None]) * width + columns[None, :])
+            own_values = tl.load(matrices(values, pair, features, columns, BLOCK_D, VALUE_BLOCKS * BLOCK_V))
             result = dot(shares, own_values, tl.zeros((BLOCK_N, BLOCK_V), tl.float32), PRECISION)
-            store_rows(output, result, rows, output_token, is_row, V, BLOCK_V, value_first)
+            store_rows(output, batch, head, rows, is_row, result, V, BLOCK_V, value_first)
