@@ -14,7 +14,7 @@ import typer
 from lln.cli.measurements import finish, measure_rows, start_recording, warn_of_noise
 from lln.cli.options import Json, Options, Seed, names, numbers
 from lln.tasks.config import parse_options
-from lln.terminal import Progress, errors, print_table, print_tables
+from lln.terminal import Progress, errors, print_table
 
 if TYPE_CHECKING:
     from lln.report.table import Table
@@ -222,7 +222,7 @@ def kernels(
     jobs = [(variant, one) for one in archs for variant in variants] if every else cover(variants, archs)
     settings = {"archs": list(archs), "dtypes": list(chosen), "head_dim": head_dim or "16 to 256"}
     settings |= {"variants": len(variants), "every": every}
-    recording = _recording(context, out, "kernels", settings, 0, True, None)
+    recording = start_recording(context, out, "kernels", settings, 0, True, None)
     with Progress("compile", len(jobs)) as bar:
         for done in compile_all(jobs, workers or os.cpu_count() or 1):
             recording.add(done.row)
@@ -235,7 +235,7 @@ def kernels(
                 print_table(
                     bounds_table(bound_rows(GPUS[one], dtype=kind, **sizes), PUBLISHED_SECONDS, title), as_json=json
                 )
-    _finish(recording, kernels_tables, None, json)
+    finish(recording, kernels_tables, None, json)
     if any(row["problem"] is not None for row in recording.rows):
         raise typer.Exit(1)
 
