@@ -10,7 +10,7 @@ import typer
 from lln.cli.options import Results
 from lln.terminal import console
 
-PAGES = ("results.md", "speed.md", "long-range-arena.md", "zoo.md", "linearize.md", "gpu.md")
+PAGES = ("results.md", "speed.md", "long-range-arena.md", "zoo.md", "linearize.md")
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -56,17 +56,7 @@ def parts(results: Path) -> dict[str, Callable[[str], str]]:
         return str(paper.load(name).make(results, file).markdown())
 
     made: dict[str, Callable[[str], str]] = {name: partial(table, name) for name in paper.tables()}
-    others = {"speed": lambda file: speed.make(results), "zoo": lambda file: zoo_table.markdown()}
-    return made | others | {"kernels": partial(_kernels, results)}
-
-
-def _kernels(results: Path, file: str) -> str:
-    """What the compiler said of the Triton kernels."""
-    from lln.report.kernels import kernels_tables
-    from lln.results import read_results
-
-    found = read_results(results / f"{file}.jsonl", made_by="lln bench kernels --out")
-    return "\n".join(table.markdown() for result in found.values() for table in kernels_tables(result))
+    return made | {"speed": lambda file: speed.make(results), "zoo": lambda file: zoo_table.markdown()}
 
 
 def draw_pictures(folder: Path, results: Path) -> list[Path]:
