@@ -19,7 +19,6 @@ PAGES = (
     "long-range-arena.md",
     "zoo.md",
     "linearize.md",
-    "gpu.md",
     "../README.md",
 )
 HEADLINE = Path("images/headline.csv")  # the numbers of the picture in the README, which is drawn when they change
@@ -80,7 +79,6 @@ def parts(results: Path) -> dict[str, Callable[[str], str]]:
         "goals": lambda file: speed.goals(results),
         "headline": lambda file: headline.make(results).markdown(),
         "zoo": lambda file: zoo_table.markdown(),
-        "kernels": partial(_kernels, results),
     }
 
 
@@ -90,15 +88,6 @@ def draw_headline(docs: Path, results: Path) -> Path:
 
     (docs / HEADLINE).parent.mkdir(parents=True, exist_ok=True)
     return save_png(headline.draw(results), (docs / HEADLINE).with_suffix(".png"))
-
-
-def _kernels(results: Path, file: str) -> str:
-    """What the compiler said of the Triton kernels."""
-    from lln.report.kernels import kernels_tables
-    from lln.results import read_results
-
-    found = read_results(results / f"{file}.jsonl", made_by="lln bench kernels --out")
-    return "\n".join(table.markdown() for result in found.values() for table in kernels_tables(result))
 
 
 def draw_pictures(folder: Path, results: Path) -> list[Path]:
