@@ -218,3 +218,12 @@ def test_mechanisms_without_an_attention_matrix(make, tokenizer, texts, quick, t
     assert "entropy_after" not in report["heads"][0]
     for name in ("report.md", "report.html"):
         assert "has no attention matrix" in (tmp_path / "linear" / name).read_text()
+
+
+def test_every_image_counts_in_the_fingerprint(make, quick):
+    images = torch.randn(40, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+    held_out = images[:4]
+    model = make("vit", image_size=20, patch_size=5)
+    before = make_source(model, None, images[4:], held_out, quick()).fingerprint()
+    images[5] += 1
+    assert make_source(model, None, images[4:], held_out, quick()).fingerprint() != before

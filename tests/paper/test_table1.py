@@ -166,6 +166,24 @@ def test_what_is_recorded_is_not_run_again(child, places):
     assert [x["seed"] for x in lines(places)] == [0, 1, 2]
 
 
+def test_runs_from_another_model_or_with_other_steps_are_not_mixed(child, places):
+    run(places, methods=["elu"], tasks=["rte"], seeds=[0])
+    (places["runs"].parent / "model").rename(places["runs"].parent / "other")
+    with pytest.raises(ValueError, match=r"table1\.jsonl holds runs from model, not from other"):
+        reproduce_table_1(places["runs"].parent / "other", say=print, **places, methods=["elu"])
+    (places["runs"].parent / "other").rename(places["runs"].parent / "model")
+    path = places["runs"] / "table1" / "linear-elu" / "report.json"
+    report = json.loads(path.read_text())
+    for changed in (
+        report | {"settings": report["settings"] | {"distil_steps": 7}},
+        report | {"origin": {"model": "some/other"}},
+    ):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=r"linear-elu was made from another model or with other steps"):
+            run(places, methods=["elu"], tasks=["rte"])
+    assert len(child.started) == 2
+
+
 def test_other_seeds_alone_choose_a_rate_themselves(child, places):
     run(places, methods=["softmax"], tasks=["rte"], seeds=[1])
     assert "--learning-rate" not in child.started[0]
@@ -214,8 +232,8 @@ def test_refused(child, places, tmp_path):
 def test_estimates_count_trials_and_validation():
     cell = FineTuning("elu", "rte", 0)
     alone = table1_runs.fine_tuning_cost(cell, tries_rates=False)
-    assert alone == pytest.approx(70 * (2490 * 2 + 0.3 * 277))
-    assert table1_runs.fine_tuning_cost(cell, tries_rates=True) == pytest.approx(alone + 70 * 2490 * 2 * 0.6)
+    assert alone == pytest.approx(70 * (2490 * 3 + 0.3 * 277))
+    assert table1_runs.fine_tuning_cost(cell, tries_rates=True) == pytest.approx(alone + 70 * 2490 * 3 * 0.4)
     said = []
     clock = table1_runs.Clock({"a": 3600.0, "b": 7200.0}, 2.0, 2, said.append)
     clock.tell()

@@ -7,7 +7,7 @@ runs come first, so that a reproduction that is stopped has a table already.
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from lln.tasks.run import PROVENANCE, RESTORE, SUMMARY, make_folder
 from lln.tasks.schedule import Planned, run_jobs, threads_of_each
 
 RESULT = "table1.jsonl"
+REMAKE = "remove the folder, and the command makes it anew"
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def reproduce_table_1(
     assert model is not None
     planned = chosen_cells(methods, tasks, seeds)
     place = Place(model, runs / "table1", results / RESULT, data_dir)
+    place.check(dict.fromkeys(cell.method for cell in planned))
     waiting = [cell for cell in planned if place.line(cell) is None]
     data = find_data(data_dir)
     if data is not None:
@@ -223,6 +225,25 @@ class Place:
         found = [x for x in self.lines() if (x["method"], x["task"], x["seed"]) == key]
         return found[-1] if found else None
 
+    def check(self, methods: Iterable[str]) -> None:
+        """Refuse to mix what was made from another model, or with other budgets, with what is to be run."""
+        if others := {line["model"] for line in self.lines()} - {self.model.name}:
+            raise ValueError(
+                f"{self.result} holds runs from {', '.join(sorted(others))}, not from {self.model.name}; choose "
+                "another folder, --results"
+            )
+        for method in methods:
+            if method == "softmax" or not self.is_linearized(method):
+                continue
+            report = read_json(self.linear(method) / "report.json", REMAKE)
+            started_from = Path(report.get("origin", {}).get("model", self.model)).name
+            steps = {stage: report["settings"][f"{stage}_steps"] for stage in STEPS}
+            if started_from != self.model.name or steps != METHODS[method].stage_steps(STEPS):
+                raise ValueError(
+                    f"{self.linear(method)} was made from another model or with other steps ({started_from}, {steps}); "
+                    f"{REMAKE}"
+                )
+
     def linear(self, method: str) -> Path:
         return self.runs / f"linear-{method}"
 
@@ -286,7 +307,7 @@ class Place:
 
     def _linearized(self, method: str) -> dict[str, Any]:
         """Steps and tokens of stage one, and what was kept of the embeddings of held-out text."""
-        report = read_json(self.linear(method) / "report.json", "remove the folder, and the command makes it anew")
+        report = read_json(self.linear(method) / "report.json", REMAKE)
         settings, kept = report["settings"], list(report["kept"].values())[-1][-1]
         steps = {f"{stage}_steps": settings[f"{stage}_steps"] for stage in STEPS}
         tokens = sum(steps.values()) * settings["batch_tokens"]
