@@ -26,12 +26,13 @@ def make_docs(
     ] = False,
 ) -> None:
     """Bring all tables in the documentation up to date with the result files."""
-    stale = [path for path, new in rendered_pages(docs, results).items() if path.read_text(encoding="utf-8") != new]
+    pages = rendered_pages(docs, results)
+    stale = [path for path, new in pages.items() if path.read_text(encoding="utf-8") != new]
     if check:
         if stale:
             raise ValueError(f"stale: {', '.join(map(str, stale))}; `lln docs` makes them anew")
         return
-    for path, new in rendered_pages(docs, results).items():
+    for path, new in pages.items():
         path.write_text(new, encoding="utf-8")
     if pictures:
         for path in draw_pictures(docs / "images", results):
