@@ -31,15 +31,25 @@ SMALL: dict[str, dict[str, object]] = {
 every = pytest.mark.parametrize("name", NAMES)
 
 
-def make(name: str, *, seed: int = 0, heads: int = HEADS, max_len: int = MAX_LEN, **options: object) -> nn.Module:
+def make(
+    name: str, *, seed: int = 0, heads: int = HEADS, dim: int = DIM, max_len: int = MAX_LEN, **options: object
+) -> nn.Module:
     torch.manual_seed(seed)
     options = SMALL.get(name, {}) | options
-    return lln.zoo.build(name, num_heads=heads, head_dim=DIM, max_len=max_len, **options).eval()
+    return lln.zoo.build(name, num_heads=heads, head_dim=dim, max_len=max_len, **options).eval()
 
 
-def tokens(number: int, *, seed: int = 1, batch: int = 2, heads: int = HEADS, dtype: torch.dtype = torch.float32):
+def tokens(
+    number: int,
+    *,
+    seed: int = 1,
+    batch: int = 2,
+    heads: int = HEADS,
+    dim: int = DIM,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, ...]:
     torch.manual_seed(seed)
-    return tuple(torch.randn(batch, heads, number, DIM, dtype=torch.float64).to(dtype) for _ in range(3))
+    return tuple(torch.randn(batch, heads, number, dim, dtype=torch.float64).to(dtype) for _ in range(3))
 
 
 def run(module: nn.Module, *qkv: Tensor, **options: object) -> Tensor:
@@ -146,13 +156,13 @@ def test_without_any_key_there_is_nothing(name: str) -> None:
 @pytest.mark.parametrize("size", [1.0, 1e4], ids=["usual", "large"])
 @pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
 def test_the_future_moves_nothing(name: str, size: float, padded: bool) -> None:
-    record = lln.zoo.describe(name)
+    description = lln.zoo.describe(name)
     module, qkv = make(name), tokens(130)
-    if not record.causal:
+    if not description.causal:
         with pytest.raises(ValueError, match="causal"):
             run(module, *qkv, is_causal=True)
         return
-    keep = torch.rand(2, 130) > 0.3 if padded and record.padding else None
+    keep = torch.rand(2, 130) > 0.3 if padded and description.padding else None
     output = run(module, *qkv, is_causal=True, key_padding_mask=keep)
     assert output.isfinite().all()
     for past in (1, 63, 64, 65, 100):
@@ -261,12 +271,12 @@ DETERMINISTIC = [name for name in NAMES if not lln.zoo.describe(name).random or 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_gradcheck(name: str, is_causal: bool) -> None:
-    record = lln.zoo.describe(name)
-    if is_causal and not record.causal:
+    description = lln.zoo.describe(name)
+    if is_causal and not description.causal:
         pytest.skip("refuses to be causal")
-    module = make(name, heads=1, max_len=4, **CONSTANT.get(name, {})).double()
-    qkv = [x.requires_grad_() for x in tokens(4, batch=1, heads=1, dtype=torch.float64)]
-    mask = torch.tensor([[True, False, True, True]]) if record.padding else None
+    module = make(name, heads=1, dim=4, max_len=4, **CONSTANT.get(name, {})).double()
+    qkv = [x.requires_grad_() for x in tokens(4, batch=1, heads=1, dim=4, dtype=torch.float64)]
+    mask = torch.tensor([[True, False, True, True]]) if description.padding else None
 
     def attention(*inputs: Tensor) -> Tensor:
         query, key, value, *parameters = inputs
@@ -299,10 +309,10 @@ def measure(name: str, number: int, is_causal: bool, *, padded: bool = False) ->
     [(name, is_causal) for name in LINEAR for is_causal in (False, True) if name in CAUSAL or not is_causal],
 )
 def test_linear_is_linear(name: str, is_causal: bool) -> None:
-    (bytes_4k, flops_4k), (bytes_16k, flops_16k) = (measure(name, number, is_causal) for number in (4096, 16384))
+    (bytes_4k, flops_4k), (bytes_8k, flops_8k) = (measure(name, number, is_causal) for number in (4096, 8192))
     assert bytes_4k > 4096 * DIM * 4
-    assert bytes_16k <= 4.6 * bytes_4k
-    assert flops_16k <= 4.6 * flops_4k
+    assert bytes_8k <= 2.3 * bytes_4k
+    assert flops_8k <= 2.3 * flops_4k
 
 
 # Blocks that do not fill a piece.
@@ -313,8 +323,8 @@ NOT_IN_STEP = {"flash": {"chunk_size": 100}, "longformer": {"window": 100}, "tra
 @pytest.mark.parametrize("name", LINEAR)
 def test_pieces_change_nothing(name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long inputs pass through piece by piece; while compiling they pass in one."""
-    record = lln.zoo.describe(name)
-    if is_causal and not record.causal:
+    description = lln.zoo.describe(name)
+    if is_causal and not description.causal:
         pytest.skip("refuses to be causal")
     number = 2 * CHUNK_TOKENS + 70
     module = make(name, max_len=number, **NOT_IN_STEP.get(name, {})).double()
@@ -381,19 +391,21 @@ def test_other_heads_and_sizes_are_refused(name: str) -> None:
 
 
 @every
-def test_record_is_complete(name: str) -> None:
-    record = lln.zoo.describe(name)
-    for field in fields(record):
+def test_description_is_complete(name: str) -> None:
+    description = lln.zoo.describe(name)
+    for field in fields(description):
         if field.name not in ("learned", "left_outside"):  # these may be nothing
-            assert getattr(record, field.name) not in ("", None), field.name
-    assert record.name == name
-    assert ":" in record.paper, "authors: title"
-    assert 2017 <= record.year <= 2024
-    assert "N" in record.time
-    assert "N" in record.memory
-    assert record.learned or not list(make(name).parameters())
-    assert record.random == ("seed" in signature(type(make(name))).parameters)
-    assert any(digit in record.checked_against for digit in "0123456789") or "explicit" in record.checked_against
+            assert getattr(description, field.name) not in ("", None), field.name
+    assert description.name == name
+    assert ":" in description.paper, "authors: title"
+    assert 2017 <= description.year <= 2024
+    assert "N" in description.time
+    assert "N" in description.memory
+    assert description.learned or not list(make(name).parameters())
+    assert description.random == ("seed" in signature(type(make(name))).parameters)
+    assert (
+        any(digit in description.checked_against for digit in "0123456789") or "explicit" in description.checked_against
+    )
 
 
 def test_table_and_documentation() -> None:
