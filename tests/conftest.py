@@ -9,7 +9,6 @@ import torch
 
 import helpers
 import lln.backends
-from lln.cache import cache_folder
 
 # Many small tensors: a second thread costs more than it gives, and each pytest worker has a core.
 torch.set_num_threads(1)
@@ -72,13 +71,7 @@ def four_threads():
 @pytest.fixture
 def new_cache(tmp_path, monkeypatch):
     """LLN_CACHE, with nothing in it but the C code, which each process of a test would compile anew."""
-    kernels = cache_folder() / "kernels"
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    if kernels.exists():
-        (folder / "kernels").symlink_to(kernels.resolve())
-    monkeypatch.setenv("LLN_CACHE", str(folder))
-    return folder
+    return helpers.empty_cache(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 import lln
 import lln.backends
 from lln import LLNState, reference
+from lln.cache import cache_folder
 from lln.problem import Problem
 
 # A GPU if there is one, for the tests of tests/gpu; LLN_TEST_DEVICE=cuda runs all others there, too.
@@ -63,6 +64,17 @@ half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], 
 # Of threads, chunks and roundings that only the fused code has.
 only_cpu = pytest.mark.parametrize("backend", [x for x in BACKENDS if x == "cpu"], indirect=True)
 needs_cpu = pytest.mark.skipif("cpu" not in BACKENDS, reason=f"no fused code: {reason_against('cpu')}")
+
+
+def empty_cache(parent, monkeypatch):
+    """Set LLN_CACHE to a new folder in `parent` that holds the compiled C code and nothing else."""
+    kernels = cache_folder() / "kernels"
+    folder = parent / "cache"
+    folder.mkdir()
+    if kernels.exists():
+        (folder / "kernels").symlink_to(kernels.resolve())
+    monkeypatch.setenv("LLN_CACHE", str(folder))
+    return folder
 
 
 def centers_of(form, heads, key_heads, width):

@@ -330,19 +330,8 @@ def test_decoding_holds_a_state_or_a_growing_cache(quick, tmp_path):
     torch.testing.assert_close(inside.run(), copied.run())
 
     out = tmp_path / "decode.jsonl"
-    arguments = (
-        "decode",
-        "--lengths",
-        "32,70",
-        "--heads",
-        "2",
-        "--head-dim",
-        "8",
-        "--seconds",
-        "0.05",
-        "--out",
-        str(out),
-    )
+    arguments = ["decode", "--lengths", "32,70", "--heads", "2", "--head-dim", "8", "--seconds", "0.05"]
+    arguments += ["--out", str(out)]
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     rows = {(row["mechanism"], row["tokens"]): row for row in only_result(out).rows}
@@ -372,17 +361,8 @@ def test_training_steps_are_measured_or_predicted(quick, tmp_path, monkeypatch):
     tiny = model.ModelSetting(layers=1, hidden_size=16, heads=2, vocabulary=50, block_size=8)
     monkeypatch.setattr(model, "ROBERTA_BASE", tiny)
     out = tmp_path / "model.jsonl"
-    arguments = (
-        "model",
-        "--lengths",
-        "16,48,4096",
-        "--mechanisms",
-        "eager,lln_diag",
-        "--seconds",
-        "0",
-        "--max-seconds",
-        "1e-9",
-    )
+    arguments = ["model", "--lengths", "16,48,4096", "--mechanisms", "eager,lln_diag"]
+    arguments += ["--seconds", "0", "--max-seconds", "1e-9"]
     done = run(*arguments, "--out", str(out))
     assert done.exit_code == 0, done.output
     rows = only_result(out).rows

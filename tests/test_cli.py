@@ -17,6 +17,7 @@ import lln.demo
 import lln.instruments.inspect
 import lln.matching.calibration
 import lln.paper
+import lln.report.plot
 import lln.report.table
 from lln import cli
 from lln.cli import docs
@@ -236,8 +237,12 @@ def test_no_page_of_the_documentation_is_stale(tmp_path):
     assert run("docs", str(copy), "--results", str(RESULTS), "--check").exit_code == 0
 
 
-def test_pictures_of_the_documentation_are_drawn(tmp_path):
+def test_pictures_of_the_documentation_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(lln.report.plot, "DPI", 30)  # fewer pixels take less time
+    monkeypatch.setattr(lln.paper, "NAMES", ("figure1", "table2"))  # tests/paper draws the other figures
     copy = copied_docs(tmp_path)
+    for page in docs.PAGES:
+        (copy / page).write_text("<!-- zoo: begin -->\n<!-- zoo: end -->\n")
     done = run("docs", str(copy), "--results", str(RESULTS), "--pictures")
     assert done.exit_code == 0, done.output
     drawn = {path.name for path in (copy / "images").iterdir()}

@@ -24,9 +24,11 @@ from lln import reference
 from lln.matching import moments
 from lln.matching.curves import PUBLISHED_A, PUBLISHED_B
 
-LENGTHS = {N: ["none", "lengths", "holes", "left"] for N in (1, 2, 63, 64, 65, 130)} | {500: ["none", "holes"]}
+LENGTHS = [(N, mask) for N in (1, 2, 63, 64, 65, 130) for mask in ("none", "lengths", "holes", "left")]
+LENGTHS += [(500, "holes"), pytest.param(500, "none", marks=pytest.mark.slow)]
 # Tokens, and whether some of them are padding.
-SIZES = [(N, "all") for N in (1, 2, 17, 63, 64, 65, 101, 150)] + [(N, "padded") for N in (1, 17, 64, 101)]
+SIZES = [(N, "all") for N in (1, 17, 64, 65, 150)] + [(N, "padded") for N in (1, 17, 64, 101)]
+SIZES += [pytest.param(N, "all", marks=pytest.mark.slow) for N in (2, 63, 101)]
 
 
 def mask_of(kind, batch, tokens):
@@ -41,7 +43,7 @@ def mask_of(kind, batch, tokens):
     return keep
 
 
-@pytest.mark.parametrize(("N", "mask"), [(N, mask) for N, masks in LENGTHS.items() for mask in masks])
+@pytest.mark.parametrize(("N", "mask"), LENGTHS)
 @causal_or_full
 @all_functions
 def test_equals_the_reference(tokens, backend, wide, name, N, is_causal, mask):

@@ -64,7 +64,15 @@ def test_compile_with_the_default_backend_forward_and_backward(tokens):
         torch.testing.assert_close(plain, compiled, rtol=1e-4, atol=1e-5)
 
 
-@CASES
+@pytest.mark.parametrize(
+    ("name", "is_causal"),
+    [
+        pytest.param("lln_attention", False, id="lln"),
+        pytest.param("lln_diag_attention", False, id="lln_diag"),
+        # Its many operations take long to trace with a symbolic length; `test_export_without_a_mask` has one length.
+        pytest.param("lln_diag_attention", True, id="lln_diag-causal", marks=pytest.mark.slow),
+    ],
+)
 def test_an_exported_program_has_any_length_and_can_be_saved(tokens, name, is_causal):
     """Full attention for any length; what works in blocks or chunks for lengths with the same number of them."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from helpers import empty_cache
 from lln.tasks import trainer
 from lln.tasks.config import TrainConfig
 from lln.tasks.mlm import MlmConfig, train
@@ -63,15 +64,26 @@ train(MlmConfig.preset("laptop", **json.loads(os.environ["CHANGES"])), out=Path(
 """
 
 
-@pytest.fixture
-def source(tmp_path, monkeypatch, new_cache):
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
     """A small text; what is made of it is cached beside it."""
-    monkeypatch.delenv("LLN_DATA", raising=False)
+    folder = tmp_path_factory.mktemp("source")
     words = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "in", "ok", "um")]
     rng = np.random.default_rng(0)
-    path = tmp_path / "text.jsonl"
+    path = folder / "text.jsonl"
     path.write_text("".join(json.dumps({"text": " ".join(rng.choice(words, 40))}) + "\n" for _ in range(150)))
-    return str(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LLN_DATA", raising=False)
+        empty_cache(folder, patch)
+        yield str(path)
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    """The folder of a run that nothing has stopped."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(small(source), out=folder, quiet=True)
+    return folder
 
 
 def small(source, **changes):
@@ -100,17 +112,17 @@ def killed_by(process):
     return -process.returncode
 
 
-def test_killed_and_continued_is_bit_identical(source, tmp_path, capfd):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    summary = train(small(source), out=whole, quiet=True)
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["once", "twice"])
+def test_killed_and_continued_is_bit_identical(source, whole, tmp_path, capfd, times):
+    killed = tmp_path / "killed"
+    if times == 2:
+        process = start(source, killed, TRAIN)
+        while process.poll() is None and not (killed / "checkpoints" / "step-3").exists():
+            time.sleep(0.01)
+        process.kill()  # somewhere behind step 3
+        assert killed_by(process) == signal.SIGKILL
 
-    process = start(source, killed, TRAIN)
-    while process.poll() is None and not (killed / "checkpoints" / "step-3").exists():
-        time.sleep(0.01)
-    process.kill()  # somewhere behind step 3
-    assert killed_by(process) == signal.SIGKILL
-
-    process = start(source, killed, DIES_WHILE_SAVING + TRAIN, CHECKPOINTS="2")
+    process = start(source, killed, DIES_WHILE_SAVING + TRAIN, CHECKPOINTS="2" if times == 2 else "3")
     assert killed_by(process) == signal.SIGKILL
     assert list((killed / "checkpoints").glob(".partial-step-*"))
 
@@ -127,8 +139,8 @@ def test_killed_and_continued_is_bit_identical(source, tmp_path, capfd):
     assert (killed / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     assert metrics(killed) == metrics(whole)
     assert (killed / "records.jsonl").read_text() == (whole / "records.jsonl").read_text()
-    assert continued["eval_loss"] == summary["eval_loss"]
-    assert len(json.loads((killed / "provenance.json").read_text())["continued"]) == 2
+    assert continued["eval_loss"] == json.loads((whole / "summary.json").read_text())["eval_loss"]
+    assert len(json.loads((killed / "provenance.json").read_text())["continued"]) == times
 
 
 def test_packed_documents_continued_are_bit_identical(source, tmp_path, monkeypatch):
@@ -152,9 +164,8 @@ def test_packed_documents_continued_are_bit_identical(source, tmp_path, monkeypa
     assert (stopped / "records.jsonl").read_text() == (whole / "records.jsonl").read_text()
 
 
-def test_what_a_run_leaves(source, tmp_path):
-    out = tmp_path / "run"
-    summary = train(small(source), out=out, quiet=True)
+def test_what_a_run_leaves(source, whole):
+    out, summary = whole, json.loads((whole / "summary.json").read_text())
     lines = metrics(out)
     trained = [line for line in lines if "loss" in line]
     assert [line["step"] for line in trained] == [2, 3, 4, 6, 8, 9, 10, 12]  # also where checkpoints are
@@ -172,12 +183,11 @@ def test_what_a_run_leaves(source, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}.items() <= before.items()
 
 
-def test_stopped_by_a_signal_goes_on(source, tmp_path, monkeypatch):
+def test_stopped_by_a_signal_goes_on(source, whole, tmp_path, monkeypatch):
     from lln.tasks.data.masking import MaskedDataset
 
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    stopped = tmp_path / "stopped"
     handler = signal.getsignal(signal.SIGINT)
-    train(small(source), out=whole, quiet=True)
     example, seen = MaskedDataset.example, []
 
     def ctrl_c(self, index, epoch):
@@ -212,10 +222,9 @@ trainer.Display.evaluating = dying
 """
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
-def test_stopped_in_the_last_evaluation_evaluates_again(source, tmp_path, monkeypatch, how):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(small(source), out=whole, quiet=True)
+@pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+def test_stopped_in_the_last_evaluation_evaluates_again(source, whole, tmp_path, monkeypatch, how):
+    stopped = tmp_path / "stopped"
     if how == "SIGINT":
         monkeypatch.setattr(trainer.Display, "evaluating", evaluating := trainer.Display.evaluating)
         exec(DIES_IN_THE_LAST_EVALUATION.format(how), {})

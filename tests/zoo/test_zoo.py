@@ -2,50 +2,17 @@
 
 from dataclasses import fields
 from inspect import signature
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
+from mechanisms import CAUSAL, DIM, NAMES, make, run, tokens
+from torch import Tensor
 
 import lln.zoo
-from lln.bench.growth import main as growth
-from lln.matching.moments import CHUNK_TOKENS
 from lln.zoo.table import markdown, table
 
-NAMES = lln.zoo.names()
-LINEAR = [name for name in NAMES if lln.zoo.describe(name).linear]
-CAUSAL = [name for name in NAMES if lln.zoo.describe(name).causal]
-HEADS, DIM, MAX_LEN = 2, 8, 160
-
-# Smaller than the defaults, so that 65 tokens are many and the suite stays quick.
-SMALL: dict[str, dict[str, object]] = {
-    "linformer": {"rank": 16},
-    "nystrom": {"num_landmarks": 16},
-    "skyformer": {"num_landmarks": 8},
-}
-
 every = pytest.mark.parametrize("name", NAMES)
-
-
-def make(name: str, *, seed: int = 0, heads: int = HEADS, max_len: int = MAX_LEN, **options: object) -> nn.Module:
-    torch.manual_seed(seed)
-    options = SMALL.get(name, {}) | options
-    return lln.zoo.build(name, num_heads=heads, head_dim=DIM, max_len=max_len, **options).eval()
-
-
-def tokens(number: int, *, seed: int = 1, batch: int = 2, heads: int = HEADS, dtype: torch.dtype = torch.float32):
-    torch.manual_seed(seed)
-    return tuple(torch.randn(batch, heads, number, DIM, dtype=torch.float64).to(dtype) for _ in range(3))
-
-
-def run(module: nn.Module, *qkv: Tensor, **options: object) -> Tensor:
-    """A forward pass from a known state of torch's random numbers."""
-    torch.manual_seed(2)
-    return module(*qkv, **options)
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
@@ -146,13 +113,13 @@ def test_without_any_key_there_is_nothing(name: str) -> None:
 @pytest.mark.parametrize("size", [1.0, 1e4], ids=["usual", "large"])
 @pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
 def test_the_future_moves_nothing(name: str, size: float, padded: bool) -> None:
-    record = lln.zoo.describe(name)
+    description = lln.zoo.describe(name)
     module, qkv = make(name), tokens(130)
-    if not record.causal:
+    if not description.causal:
         with pytest.raises(ValueError, match="causal"):
             run(module, *qkv, is_causal=True)
         return
-    keep = torch.rand(2, 130) > 0.3 if padded and record.padding else None
+    keep = torch.rand(2, 130) > 0.3 if padded and description.padding else None
     output = run(module, *qkv, is_causal=True, key_padding_mask=keep)
     assert output.isfinite().all()
     for past in (1, 63, 64, 65, 100):
@@ -261,12 +228,12 @@ DETERMINISTIC = [name for name in NAMES if not lln.zoo.describe(name).random or 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_gradcheck(name: str, is_causal: bool) -> None:
-    record = lln.zoo.describe(name)
-    if is_causal and not record.causal:
+    description = lln.zoo.describe(name)
+    if is_causal and not description.causal:
         pytest.skip("refuses to be causal")
-    module = make(name, heads=1, max_len=4, **CONSTANT.get(name, {})).double()
-    qkv = [x.requires_grad_() for x in tokens(4, batch=1, heads=1, dtype=torch.float64)]
-    mask = torch.tensor([[True, False, True, True]]) if record.padding else None
+    module = make(name, heads=1, dim=4, max_len=4, **CONSTANT.get(name, {})).double()
+    qkv = [x.requires_grad_() for x in tokens(4, batch=1, heads=1, dim=4, dtype=torch.float64)]
+    mask = torch.tensor([[True, False, True, True]]) if description.padding else None
 
     def attention(*inputs: Tensor) -> Tensor:
         query, key, value, *parameters = inputs
@@ -279,82 +246,6 @@ def test_gradcheck(name: str, is_causal: bool) -> None:
     if list(module.parameters()):  # in random directions only: a position network has thousands
         fixed = [x.detach() for x in qkv]
         assert torch.autograd.gradcheck(lambda *p: attention(*fixed, *p), tuple(module.parameters()), fast_mode=True)
-
-
-def measure(name: str, number: int, is_causal: bool, *, padded: bool = False) -> tuple[int, int]:
-    """Peak bytes and matrix product operations of a forward and a backward pass."""
-    module = make(name, heads=1, max_len=number)
-    qkv = [x.requires_grad_() for x in tokens(number, batch=1, heads=1)]
-    keep = torch.arange(number)[None] < number - 5 if padded else None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run(module, *qkv, is_causal=is_causal, key_padding_mask=keep).sum().backward()
-    changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    with FlopCounterMode(display=False) as flops:
-        run(module, *qkv, is_causal=is_causal, key_padding_mask=keep).sum().backward()
-    return max(accumulate(changes)), flops.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    ("name", "is_causal"),
-    [(name, is_causal) for name in LINEAR for is_causal in (False, True) if name in CAUSAL or not is_causal],
-)
-def test_linear_is_linear(name: str, is_causal: bool) -> None:
-    (bytes_4k, flops_4k), (bytes_16k, flops_16k) = (measure(name, number, is_causal) for number in (4096, 16384))
-    assert bytes_4k > 4096 * DIM * 4
-    assert bytes_16k <= 4.6 * bytes_4k
-    assert flops_16k <= 4.6 * flops_4k
-
-
-# Blocks that do not fill a piece.
-NOT_IN_STEP = {"flash": {"chunk_size": 100}, "longformer": {"window": 100}, "transformer_ls": {"segment": 100}}
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", LINEAR)
-def test_pieces_change_nothing(name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long inputs pass through piece by piece; while compiling they pass in one."""
-    record = lln.zoo.describe(name)
-    if is_causal and not record.causal:
-        pytest.skip("refuses to be causal")
-    number = 2 * CHUNK_TOKENS + 70
-    module = make(name, max_len=number, **NOT_IN_STEP.get(name, {})).double()
-    keep = torch.arange(number) < torch.tensor([[number], [CHUNK_TOKENS + 50]])
-    keep[0, CHUNK_TOKENS - 3 : CHUNK_TOKENS + 2] = False
-
-    def everything() -> list[Tensor]:
-        qkv = [x.requires_grad_() for x in tokens(number, dtype=torch.float64)]
-        output = run(module, *qkv, is_causal=is_causal, key_padding_mask=keep).where(keep[:, None, :, None], 0.0)
-        inputs = [*qkv, *module.parameters()]
-        gradients = torch.autograd.grad(output.square().sum(), inputs, allow_unused=True)
-        return [output, *(torch.zeros(()) if g is None else g for g in gradients)]
-
-    pieces = everything()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for actual, expected in zip(pieces, everything(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9 * max(1.0, expected.abs().max().item()))
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_softmax_with_padding_holds_no_matrix(is_causal: bool) -> None:
-    bytes_1k, bytes_4k = (measure("softmax", number, is_causal, padded=True)[0] for number in (1024, 4096))
-    assert bytes_4k <= 4.6 * bytes_1k
-
-
-def test_growth_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lln.bench.growth.peak_memory", lambda name, *, tokens, heads, head_dim: tokens * 2**20)
-    threads = torch.get_num_threads()
-    growth(["elu", "linformer", "--short", "128", "--long", "256", "--repeats", "1"])
-    torch.set_num_threads(threads)
-    header, _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split("|")[1].strip() for row in rows] == ["`elu`", "`linformer`"]
-    assert all(row.count("|") == header.count("|") for row in rows)
-    assert all(row.endswith("| 128.0 → 256.0 | 2.00 |") for row in rows)
-
-
-def test_the_measurement_sees_what_is_not_linear() -> None:
-    (bytes_512, flops_512), (bytes_2048, flops_2048) = (measure("relu_kernel", n, False) for n in (512, 2048))
-    assert bytes_2048 > 10 * bytes_512
-    assert flops_2048 > 10 * flops_512
 
 
 def test_unknown_names_and_options_are_refused() -> None:
@@ -381,19 +272,21 @@ def test_other_heads_and_sizes_are_refused(name: str) -> None:
 
 
 @every
-def test_record_is_complete(name: str) -> None:
-    record = lln.zoo.describe(name)
-    for field in fields(record):
+def test_description_is_complete(name: str) -> None:
+    description = lln.zoo.describe(name)
+    for field in fields(description):
         if field.name not in ("learned", "left_outside"):  # these may be nothing
-            assert getattr(record, field.name) not in ("", None), field.name
-    assert record.name == name
-    assert ":" in record.paper, "authors: title"
-    assert 2017 <= record.year <= 2024
-    assert "N" in record.time
-    assert "N" in record.memory
-    assert record.learned or not list(make(name).parameters())
-    assert record.random == ("seed" in signature(type(make(name))).parameters)
-    assert any(digit in record.checked_against for digit in "0123456789") or "explicit" in record.checked_against
+            assert getattr(description, field.name) not in ("", None), field.name
+    assert description.name == name
+    assert ":" in description.paper, "authors: title"
+    assert 2017 <= description.year <= 2024
+    assert "N" in description.time
+    assert "N" in description.memory
+    assert description.learned or not list(make(name).parameters())
+    assert description.random == ("seed" in signature(type(make(name))).parameters)
+    assert (
+        any(digit in description.checked_against for digit in "0123456789") or "explicit" in description.checked_against
+    )
 
 
 def test_table_and_documentation() -> None:

@@ -36,17 +36,32 @@ def convert(
     max_rollback: int | None = None,
     **options: Any,
 ) -> Model:
-    """Make every self-attention of a transformers model `attention`, in place; returns the model.
+    """Replace every self-attention of a transformers model by another mechanism, in place.
 
-    `attention` is one of `lln.zoo.names()` and `options` are its options, see `lln.zoo.build`. Learned parameters of
-    the mechanism become parameters of the model. `max_len` is for mechanisms that need it; left out, it is the number
-    of positions that the model has. A converted model can be converted again; "softmax" gives it back the attention
-    of transformers, and so do "sdpa" and "eager".
+    The attention of a decoder to its encoder stays softmax attention. Learned parameters of the mechanism become
+    parameters of the model. A converted model can be converted again.
 
-    `max_rollback` is how many tokens assisted decoding can take back at once, where the cache is a state: at least as
-    many as an assistant proposes.
+    Args:
+        model: a model of transformers.
+        attention: one of `lln.zoo.names()`; "softmax" restores the attention of transformers, and so do "sdpa" and
+            "eager".
+        max_len: the largest number of tokens, for mechanisms that need it; by default the positions of the model.
+        max_rollback: the number of tokens that assisted decoding can take back at once, where the cache is a state: at
+            least as many as an assistant proposes.
+        options: those of the mechanism, see `lln.zoo.build`.
 
-    The attention of a decoder to its encoder stays softmax attention.
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model is not one of transformers, or the mechanism has no such option.
+        ValueError: the mechanism cannot do what a layer needs, which is named with the reason.
+
+    Example:
+        >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+        >>> model = convert(transformers.BertModel(config), "lln_diag", block_size=16)
+        >>> model(torch.randint(100, (1, 40))).last_hidden_state.shape
+        torch.Size([1, 40, 32])
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

@@ -20,11 +20,24 @@ WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 
 
 def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> Any:
-    """The converted model that was saved in `folder`, attention and its options included, in evaluation mode.
+    """Open the converted model that was saved in a folder, with its attention and the options of that.
 
-    `model_class` is a class of transformers, such as AutoModelForSequenceClassification to fine-tune what was trained
-    as a language model; left out, it is the class that was saved. `options` are those of transformers'
-    `from_pretrained`, such as `num_labels` or `dtype`.
+    Args:
+        folder: where `save_pretrained` of a converted model has written.
+        model_class: a class of transformers, such as AutoModelForSequenceClassification to fine-tune what was trained
+            as a language model; by default the class that was saved.
+        options: those of transformers' `from_pretrained`, such as `num_labels` or `dtype`.
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        ValueError: the folder holds no converted model or lacks parameters of its mechanism, or `attn_implementation`
+            is given.
+
+    Example:
+        >>> convert(model, "lln_diag").save_pretrained("linear")  # doctest: +SKIP
+        >>> model = from_pretrained("linear")  # doctest: +SKIP
     """
     if "attn_implementation" in options:
         raise ValueError(

@@ -42,7 +42,23 @@ def bias(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options
 
     0 when every key gets the same attention in total (uniform, identity, any permutation), log2 M when all rows look at
     one key. It is the biased part of the entropy deficit; `concentration` gives all parts.
-    Input and result as in `entropy`.
+
+    Args:
+        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
+        key: the key (B, H_k, M, D), if `attention` is the query.
+        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+
+    Returns:
+        A tensor with the leading dimensions of the input, (B, H) for query and key.
+
+    Raises:
+        ValueError: the input is no stochastic matrix, or query, key and options do not fit.
+
+    Example:
+        >>> bias(torch.eye(4))
+        tensor(0.)
+        >>> bias(torch.eye(4)[[2, 2, 2, 2]])  # all rows look at one key
+        tensor(2.)
     """
     return concentration(attention, key, **options).biased
 
@@ -50,7 +66,21 @@ def bias(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options
 def concentration(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options]) -> Concentration:
     """The entropy of uniform attention, the entropy of this one, and the two parts of their difference, in bits.
 
-    Input as in `entropy`.
+    Args:
+        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
+        key: the key (B, H_k, M, D), if `attention` is the query.
+        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+
+    Returns:
+        `Concentration`, whose fields are tensors with the leading dimensions of the input.
+
+    Raises:
+        ValueError: the input is no stochastic matrix, or query, key and options do not fit.
+
+    Example:
+        >>> found = concentration(torch.eye(4))
+        >>> found.limit, found.unbiased, found.bias_share
+        (tensor(2.), tensor(2.), tensor(0.))
     """
     return Concentration(*measure(entropy_parts, attention, key, options, fields=4).unbind(dim=-1))
 

@@ -40,6 +40,20 @@ def branches(
         far = |LLN| / (|LLN| + |Diag|)        |X|² = sum over kept tokens and features of X²
 
     NaN if both branches are zero, as in a sample without any kept key.
+
+    Args:
+        query, key, value: as in `lln.lln_diag_attention`, and so are all options.
+
+    Returns:
+        `Branches`, whose fields are tensors (B, H).
+
+    Raises:
+        ValueError: what `lln.lln_diag_attention` refuses.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 4, 100, 16)
+        >>> branches(query, key, value, block_size=16).far.shape
+        torch.Size([1, 4])
     """
     far = lln_attention(
         query,

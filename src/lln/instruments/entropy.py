@@ -14,8 +14,25 @@ def entropy(attention: Tensor, key: Tensor | None = None, **options: Unpack[Opti
 
         H = -1/N sum_ij P_ij log2 P_ij
 
-    Give a stochastic matrix (..., N, M), or query (B, H, N, D), key and the options of `lln.attention_matrix`. The
-    result has the leading dimensions. Padding does not count; a sample without any kept token gives NaN.
+    Padding does not count; a sample without any kept token gives NaN.
+
+    Args:
+        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
+        key: the key (B, H_k, M, D), if `attention` is the query.
+        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+
+    Returns:
+        A tensor with the leading dimensions of the input, (B, H) for query and key.
+
+    Raises:
+        ValueError: the input is no stochastic matrix, or query, key and options do not fit.
+
+    Example:
+        >>> entropy(torch.full((8, 8), 1 / 8))
+        tensor(3.)
+        >>> query, key = torch.randn(2, 1, 4, 100, 16)
+        >>> entropy(query, key, kind="softmax").shape
+        torch.Size([1, 4])
     """
     return measure(row_entropy, attention, key, options)
 
@@ -25,7 +42,22 @@ def variance(attention: Tensor, key: Tensor | None = None, **options: Unpack[Opt
 
         sigma_p² = 1/M sum_j (P_ij - 1/M)²
 
-    With a causal mask M is the number of keys that the row may see. Input and result as in `entropy`.
+    With a causal mask M is the number of keys that the row may see.
+
+    Args:
+        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
+        key: the key (B, H_k, M, D), if `attention` is the query.
+        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+
+    Returns:
+        A tensor with the leading dimensions of the input, (B, H) for query and key.
+
+    Raises:
+        ValueError: the input is no stochastic matrix, or query, key and options do not fit.
+
+    Example:
+        >>> variance(torch.eye(4))  # 1/4 - 1/16
+        tensor(0.1875)
     """
     return measure(row_variance, attention, key, options)
 

@@ -25,8 +25,8 @@ from lln.instruments.tap import Tap, attentions, hugging_face_models
 class Recorder:
     """Records the attentions of `model`: our modules, `torch.nn.MultiheadAttention` and Hugging Face attention.
 
-    Call `step()` once after each training step (or forward pass); the model needs no other change. Of every
-    `every`-th step one sample, `heads` heads of each layer in turn (None: all) and `tokens` rows are measured:
+    Call `step()` once after each training step (or forward pass); the model needs no other change. Of one sample of a
+    step that is recorded, the heads whose turn it is give:
 
         temperature, entropy, gap, bias, alpha, beta    as the instruments of these names
         tokens, keys, limit                             kept queries and keys, and the entropy of uniform attention
@@ -38,11 +38,30 @@ class Recorder:
     gap is for cross attention and where a sampled row has no weight among the sampled tokens, and all are where query
     or key is not finite.
 
-    Outputs, gradients and the state of random numbers stay bit-identical. `max_overhead` is the share of time that
-    recording may take: a step that is due waits until the time spent is below it, None switches that off. The first
-    step is always recorded. `path` gets JSON lines, flushed to disk with every recorded step (an existing file is
-    continued), `tensorboard` is a folder for its scalars. With several processes, attach in one of them. Modules that
-    torch.compile has compiled are not recorded: record the model before it is compiled.
+    Outputs, gradients and the state of random numbers stay bit-identical. With several processes, attach in one of
+    them. Modules that torch.compile has compiled are not recorded: record the model before it is compiled.
+
+    Args:
+        model: any module with attention in it.
+        path: the file for JSON lines, flushed to disk with every recorded step; an existing one is continued.
+        every: record every `every`-th step; the first one always.
+        heads: the number of heads of each layer that are measured in a step, in turn; None: all.
+        tokens: the number of rows that are measured.
+        max_overhead: the share of time that recording may take: a step that is due waits until the time spent is below
+            it. None: no limit.
+        first_step: the number of the first step, for a run that is continued.
+        seed: of the sampled rows.
+        tensorboard: a folder for the same numbers as scalars.
+
+    Raises:
+        ValueError: the model has no attention that can be recorded, a number is out of range, or the file holds
+            something else.
+
+    Example:
+        >>> recorder = Recorder(model, "run/records.jsonl", every=10)  # doctest: +SKIP
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     train_step(model, batch)
+        ...     recorder.step()
     """
 
     def __init__(

@@ -35,7 +35,18 @@ class RecordFile:
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a file; a last line that was cut off by a crash is left out.
 
-    `pandas.DataFrame(read_records(path))` is a table with one row for each step, layer and head.
+    Args:
+        path: a file that a `Recorder` has written.
+
+    Returns:
+        One dict for each step, layer and head; `pandas.DataFrame(read_records(path))` is a table of them.
+
+    Raises:
+        ValueError: a line is no record; it is named.
+        FileNotFoundError: there is no such file.
+
+    Example:
+        >>> records = read_records("run/records.jsonl")  # doctest: +SKIP
     """
     lines = Path(path).read_bytes().split(b"\n")
     records = []
@@ -51,7 +62,18 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def write_table(records: list[Record], path: str | os.PathLike[str]) -> Path:
-    """The records as CSV, one column for each key; empty where a value is missing."""
+    """Write records as CSV, one column for each key; empty where a value is missing.
+
+    Args:
+        records: what `read_records` or `Recorder.table` returns.
+        path: the file, whose folder is made.
+
+    Returns:
+        The path.
+
+    Example:
+        >>> write_table(read_records("run/records.jsonl"), "run/heads.csv")  # doctest: +SKIP
+    """
     columns = list(dict.fromkeys(key for record in records for key in record))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,24 @@ def spectral_gap(attention: Tensor, key: Tensor | None = None, **options: Unpack
     Needs as many queries as keys. A single token has no second eigenvalue; its gap is given as 1. From query and key
     LLN takes O(N D²) at any length, causal attention one pass over its rows, other kinds beyond 2048 tokens need scipy
     (`pip install "lln-attention[instruments]"`), which also makes them faster from 128 on.
-    Input and result as in `entropy`.
+
+    Args:
+        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
+        key: the key (B, H_k, M, D), if `attention` is the query.
+        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+
+    Returns:
+        A tensor with the leading dimensions of the input, (B, H) for query and key.
+
+    Raises:
+        ValueError: as for `entropy`, or there are other numbers of queries than of keys.
+
+    Example:
+        >>> spectral_gap(torch.full((4, 4), 1 / 4))
+        tensor(1.)
+        >>> query, key = torch.randn(2, 1, 4, 5000, 16)
+        >>> spectral_gap(query, key).shape  # of LLN attention
+        torch.Size([1, 4])
     """
     return measure(gap, attention, key, options)
 

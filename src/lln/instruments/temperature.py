@@ -23,7 +23,24 @@ def temperature(attention: Tensor, key: Tensor | None = None, **options: Unpack[
 
     Only scores that the masks let count are measured: of kept tokens, of the past with a causal mask, of the same block
     for `block_diagonal`. For LLN the variances are those of alpha q and beta k over the kept tokens, so that an alpha
-    for each token is included. Input and result as in `entropy`.
+    for each token is included.
+
+    Args:
+        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
+        key: the key (B, H_k, M, D), if `attention` is the query.
+        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+
+    Returns:
+        A tensor with the leading dimensions of the input, (B, H) for query and key.
+
+    Raises:
+        ValueError: the input is no stochastic matrix, or query, key and options do not fit.
+
+    Example:
+        >>> query, key = torch.randn(2, 1, 4, 100, 16)
+        >>> colder = temperature(4 * query, key, kind="softmax")
+        >>> bool((colder < temperature(query, key, kind="softmax")).all())
+        True
     """
     if key is None:
         return measure(_of_matrix, attention, key, options)

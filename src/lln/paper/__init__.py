@@ -153,8 +153,10 @@ def _measure(module: Any, setup: Setup, on_step: Callable[[int, int], object]) -
 
 
 def _folder(out: str | os.PathLike[str]) -> Path:
-    if Path(out).exists() and not Path(out).is_dir():
-        raise ValueError(f"out must be a folder, and {out} is a file; name the folder that it is in")
+    """Refuse what cannot become a folder, before anything is measured."""
+    place = next(path for path in (Path(out), *Path(out).absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"out must be a folder, and {place} is a file; name the folder that it is in")
     return Path(out)
 
 

@@ -7,6 +7,8 @@
 Rows of P are normalised to sum to 1; a row without any weight gives zeros.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,11 @@ from lln.precision import accumulator
 from lln.zoo.core import PAPER
 from lln.zoo.linear import linear_attention, weighted_mean
 from lln.zoo.registry import PeerMechanism, register
+
+# The figure 2 kernels and their linear counterparts, all of which can do everything.
+_register = partial(register, paper=PAPER, year=2023, causal=True, padding=True, cross=True)
+register_map = partial(_register, time="N D²", memory="N D")
+register_kernel = partial(_register, time="N² D", memory="N²")
 
 
 class FeatureMap(PeerMechanism):
@@ -50,17 +57,7 @@ class Elu(FeatureMap):
         return torch.where(x > 0, x + 1, x.clamp(max=0.0).exp())
 
 
-@register(
-    name="relu",
-    title="Linear ReLU",
-    paper=PAPER,
-    year=2023,
-    time="N D²",
-    memory="N D",
-    causal=True,
-    padding=True,
-    cross=True,
-)
+@register_map(name="relu", title="Linear ReLU")
 class Relu(FeatureMap):
     """phi(x) = max(x, 0): the linear counterpart of `relu_kernel`."""
 
@@ -68,17 +65,7 @@ class Relu(FeatureMap):
         return x.relu()
 
 
-@register(
-    name="quadratic",
-    title="Linear quadratic",
-    paper=PAPER,
-    year=2023,
-    time="N D²",
-    memory="N D",
-    causal=True,
-    padding=True,
-    cross=True,
-)
+@register_map(name="quadratic", title="Linear quadratic")
 class Quadratic(FeatureMap):
     """phi(x) = x²: the linear counterpart of `quadratic_kernel`."""
 
@@ -102,17 +89,7 @@ class Kernel(PeerMechanism):
         raise NotImplementedError
 
 
-@register(
-    name="relu_kernel",
-    title="ReLU kernel",
-    paper=PAPER,
-    year=2023,
-    time="N² D",
-    memory="N²",
-    causal=True,
-    padding=True,
-    cross=True,
-)
+@register_kernel(name="relu_kernel", title="ReLU kernel")
 class ReluKernel(Kernel):
     """P_ij ~ max(q_i . k_j / sqrt(D), 0)."""
 
@@ -120,17 +97,7 @@ class ReluKernel(Kernel):
         return scores.relu()
 
 
-@register(
-    name="quadratic_kernel",
-    title="Quadratic kernel",
-    paper=PAPER,
-    year=2023,
-    time="N² D",
-    memory="N²",
-    causal=True,
-    padding=True,
-    cross=True,
-)
+@register_kernel(name="quadratic_kernel", title="Quadratic kernel")
 class QuadraticKernel(Kernel):
     """P_ij ~ (q_i . k_j)²."""
 

@@ -49,7 +49,11 @@ class RandomFeatures(PeerMechanism):
         self.register_buffer("projection", torch.empty(num_heads, self.num_features, head_dim))
         self.register_buffer("calls", torch.tensor(0))  # forward passes in training since the last draw
         self.register_buffer("draws", torch.tensor(0))
+        self.add_parameters()
         self.redraw()
+
+    def add_parameters(self) -> None:
+        """For mechanisms that learn something beside their random vectors."""
 
     def default_features(self) -> int:
         raise NotImplementedError

@@ -116,18 +116,58 @@ def register(**description: Any) -> Callable[[M], M]:
 
 
 def names() -> list[str]:
-    """All mechanisms that `build` can make."""
+    """The names of all mechanisms that `build` can make, in the order of the tables.
+
+    Example:
+        >>> names()[:4]
+        ['softmax', 'block_diagonal', 'lln', 'lln_diag']
+    """
     return list(_REGISTRY)
 
 
 def describe(name: str) -> Description:
-    """The description of a mechanism."""
+    """The description of a mechanism.
+
+    Args:
+        name: one of `names()`.
+
+    Returns:
+        Its `Description`: paper, costs, and what it can do.
+
+    Raises:
+        ValueError: there is no such mechanism.
+
+    Example:
+        >>> describe("performer").causal
+        True
+    """
     found: Description = _lookup(name).description
     return found
 
 
 def build(name: str, *, num_heads: int, head_dim: int, max_len: int | None = None, **options: Any) -> Mechanism:
-    """A mechanism by name; its options are the keyword arguments of its class."""
+    """Build a mechanism by name.
+
+    Args:
+        name: one of `names()`.
+        num_heads: heads of the query; a key may have fewer, if they divide.
+        head_dim: features of a head.
+        max_len: the largest number of tokens, for mechanisms that have parameters for each position.
+        options: the keyword arguments of the mechanism's class; `lln zoo NAME` lists them.
+
+    Returns:
+        A module that is called as `module(query, key, value, key_padding_mask=None, is_causal=False)`, each input
+        (B, H, tokens, D).
+
+    Raises:
+        ValueError: there is no such mechanism, it needs `max_len`, or it refuses the value of an option.
+        TypeError: it has no such option.
+
+    Example:
+        >>> module = build("performer", num_heads=4, head_dim=16, num_features=32)
+        >>> module(*torch.randn(3, 1, 4, 100, 16), is_causal=True).shape
+        torch.Size([1, 4, 100, 16])
+    """
     mechanism: Any = _lookup(name)
     if mechanism.description.needs_max_len and max_len is None:
         raise ValueError(f"{name} has parameters for each position: give max_len=, the largest number of tokens")

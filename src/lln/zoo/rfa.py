@@ -35,25 +35,8 @@ class RFA(RandomFeatures):
     is at least exp(-2 max(s)²); a sum of weights below what that allows is raised to it.
     """
 
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        head_dim: int,
-        max_len: int | None = None,
-        num_features: int | None = None,
-        seed: int | None = None,
-        redraw_every: int | None = None,
-    ) -> None:
-        super().__init__(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            max_len=max_len,
-            num_features=num_features,
-            seed=seed,
-            redraw_every=redraw_every,
-        )
-        self.scale = nn.Parameter(torch.ones(num_heads, head_dim))
+    def add_parameters(self) -> None:
+        self.scale = nn.Parameter(torch.ones(self.num_heads, self.head_dim))
 
     def default_features(self) -> int:
         """2 D: with a cosine and a sine each, phi is four times as wide as a head."""
