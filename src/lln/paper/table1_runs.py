@@ -295,7 +295,7 @@ class Place:
         kept = ("attention", "options", "learning_rate", "trials", "train_examples", "eval_examples", "steps", "tokens")
         line = {"method": cell.method, "task": cell.task, "seed": cell.seed, "metrics": metrics}
         line |= {name: summary[name] for name in (*kept, "seconds", "parameters") if name in summary}
-        line |= {"epochs": PRETRAINED[cell.task]["epochs"]}
+        line |= {"epochs": PRETRAINED[cell.task]["epochs"], "precision": GlueConfig.PRESETS["pretrained"]["precision"]}
         if cell.method != "softmax":
             line["linearize"] = self._linearized(cell.method)
         line |= {"model": self.model.name, "command": self._plain(origin["command"])}
