@@ -107,7 +107,7 @@ def linearize(
     place = Path(out)
     check_folder(place)
     if model.dtype != torch.float32:
-        model = copy.deepcopy(model).float()
+        model = copy.deepcopy(model).float()  # type: ignore[no-untyped-call]
     source = make_source(model, tokenizer, texts, held_out, config, quiet=quiet)
     if pairs is not None:
         check_pairs(pairs, tokenizer, takes_text=not isinstance(texts, Tensor))
