@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -147,8 +148,9 @@ def make_small_encoder(folder, text):
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    words = sorted(set(re.findall(r"[a-z]+", text.read_text().lower())))[:500]
-    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *words])}
+    words = Counter(re.findall(r"\w+|[^\w\s]+", text.read_text()))  # as the tokenizer below splits it
+    common = [word for word, _ in words.most_common(500)]
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *common])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))

@@ -138,7 +138,7 @@ def test_our_module_with_a_learned_ratio_and_running_statistics(tmp_path: Path) 
     alpha, beta = module.scales(query, key)
     far = lln.attention_matrix(query, key, kind="lln", alpha=alpha, beta=beta)
     near = lln.attention_matrix(query, key, kind="block_diagonal", block_size=5)
-    matrix = module.join(far, near, query, None).detach()
+    matrix = module.join(far, near, query=query).detach()
     for r in records:
         assert r["alpha"] == pytest.approx(alpha[r["head"]].item())
         assert r["entropy"] == pytest.approx(entropy_of(matrix[0, r["head"]]), abs=1e-10)

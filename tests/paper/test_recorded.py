@@ -93,7 +93,7 @@ def test_table_mlm_has_the_published_rows_and_means_over_seeds(results, tmp_path
     assert markdown.read_text() == made.markdown()
     assert picture.stat().st_size > 5_000
     rows = {row[0]: row for row in made.rows}
-    assert len(rows) == 15
+    assert len(rows) == 18
     softmax = next(row for row in made.rows if row[5] == "87.0")
     runs = read_results(results / "mlm.jsonl", made_by="")
     accuracies = [runs[f"glue-sst2-softmax-seed{seed}"].summary["eval_accuracy"] for seed in (0, 1)]

@@ -233,7 +233,7 @@ def test_estimates_count_trials_and_validation():
     cell = FineTuning("elu", "rte", 0)
     alone = table1_runs.fine_tuning_cost(cell, tries_rates=False)
     assert alone == pytest.approx(70 * (2490 * 3 + 0.3 * 277))
-    assert table1_runs.fine_tuning_cost(cell, tries_rates=True) == pytest.approx(alone + 70 * 2490 * 3 * 0.4)
+    assert table1_runs.fine_tuning_cost(cell, tries_rates=True) == pytest.approx(alone + 70 * 2490 * 3 * 2 * 0.4)
     said = []
     clock = table1_runs.Clock({"a": 3600.0, "b": 7200.0}, 2.0, 2, said.append)
     clock.tell()

@@ -89,7 +89,7 @@ def test_the_preset_follows_what_is_started_from(softmax, linear, tmp_path):
     for start in (softmax, linear):
         config = GlueConfig.preset("laptop", start=str(start), task="rte")
         assert config.rates == (1e-4, 2e-4)
-        assert (config.train_examples, config.epochs) == (8000, 2.0)
+        assert (config.train_examples, config.epochs) == (8000, 3.0)
     assert GlueConfig.preset("laptop", start=str(softmax), task="imdb").max_length == 512
     assert GlueConfig.preset("laptop", start=str(softmax), learning_rate=3e-5).rates == ()
     assert GlueConfig.preset("laptop", start=str(softmax), steps=7).epochs is None

@@ -100,7 +100,7 @@ def candidates(*, is_causal: bool) -> list[Candidate]:
 class Attention(zoo.Mechanism):
     """A function in the place of a mechanism that `lln.hf.convert` gave a model."""
 
-    record = zoo.describe("lln")
+    description = zoo.describe("lln")
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()

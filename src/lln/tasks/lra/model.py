@@ -49,7 +49,7 @@ class ExplicitSoftmax(zoo.PeerMechanism):
     """Softmax attention with its N x N matrix in memory, as it was before torch had a fused form."""
 
     name = "softmax_explicit"
-    record = zoo.describe("softmax")
+    description = zoo.describe("softmax")
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         assert not is_causal, "the encoder sees all tokens"
