@@ -119,8 +119,8 @@ def names() -> list[str]:
     """The names of all mechanisms that `build` can make, in the order of the tables.
 
     Example:
-        >>> names()[:4]
-        ['softmax', 'block_diagonal', 'lln', 'lln_diag']
+        >>> "lln_diag" in names()
+        True
     """
     return list(_REGISTRY)
 

@@ -51,7 +51,7 @@ PIPELINED = frozenset(("moments_kernel", "summarize_kernel", "recall_kernel", "q
 # For these the compiler would spill a few bytes, so that one more program fits onto a multiprocessor, unless it is told
 # that it may take all registers of a thread.
 UNSPILLED = NEAR | CAUSAL | PIPELINED
-UNSPILLED |= {"match_kernel", "combine_gradients_kernel", "finish_keys_kernel", "step_kernel"}
+UNSPILLED |= {"match_kernel", "combine_kernel", "combine_gradients_kernel", "finish_keys_kernel", "step_kernel"}
 ALL_REGISTERS = 255
 
 
