@@ -136,6 +136,13 @@ def test_the_decomposed_form_is_the_unbiased_one_of_centred_tokens_with_column_w
         torch.testing.assert_close(decomposed, unbiased, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("N", [5, 64, 500])
+def test_equal_queries_of_the_decomposed_form(tokens, backend, N):
+    """Their mean is each of them: what rounding would leave of the differences is not scaled to one."""
+    q, k, v = tokens(B=1, H=2, N=N, D=16, dtype=torch.float32)
+    compare((q[:, :, :1].repeat(1, 1, N, 1), k, v), {"form": "decomposed"})
+
+
 @pytest.mark.parametrize(("form", "is_causal"), [("decomposed", False), ("unbiased", True)])
 def test_compiled(tokens, backend, form, is_causal):
     # Few tokens: the graph of plain causal attention grows with the logarithm of their number.

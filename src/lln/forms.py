@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lln.masks import fill_padding, zero_nonfinite_padding
-from lln.precision import accumulator
+from lln.precision import accumulator, sum_dtype
 from lln.problem import Problem
 
 
@@ -66,7 +66,7 @@ def sample_centers(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def token_mean(x: Tensor, keep: Tensor | None) -> Tensor:
     """The mean (B, heads, D) of the kept tokens of each sample; 0 where there is none."""
-    kept = fill_padding(x, keep).to(accumulator(x.dtype))
-    if keep is None:
-        return kept.mean(dim=2)
-    return kept.sum(dim=2) / keep.sum(dim=1).clamp(min=1)[:, None, None]
+    # In float64, so that the mean of equal tokens is that token: what rounding leaves of it would be scaled to one.
+    total = fill_padding(x, keep).sum(dim=2, dtype=sum_dtype(x.device))
+    count = x.shape[2] if keep is None else keep.sum(dim=1).clamp(min=1)[:, None, None]
+    return (total / count).to(accumulator(x.dtype))
