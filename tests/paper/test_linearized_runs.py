@@ -56,3 +56,17 @@ def test_what_is_missing_is_said_before_anything_runs(models, tmp_path, monkeypa
     assert found.exit_code != 0
     assert message in str(found.exception) + found.output
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("model", "align"), [("minilm", 1), ("other", STEPS["minilm"]["align"])])
+def test_a_folder_of_another_model_or_with_other_steps_is_refused(models, tmp_path, model, align):
+    folder = tmp_path / "runs" / "linearized" / "minilm-lln_diag"
+    (folder / "work").mkdir(parents=True)
+    (folder / "work" / "summary.json").write_text("{}")
+    steps = {f"{stage}_steps": count for stage, count in (STEPS["minilm"] | {"align": align}).items()}
+    (folder / "report.json").write_text(json.dumps({"origin": {"model": f"/models/{model}"}, "settings": steps}))
+    places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results"), "--data-dir", str(models)]
+    given = ["--model", str(models), "--task", "minilm", "--method", "lln_diag"]
+    found = CliRunner().invoke(app, ["reproduce", "linearized", *given, *places])
+    assert found.exit_code != 0
+    assert "was made from another model or with other steps" in str(found.exception) + found.output

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lln.paper.table1_runs import Method
+from lln.paper.table1_runs import REMAKE, Method
 from lln.provenance import read_json
 from lln.results import add_result, check_writable
 from lln.tasks.data.folder import data_dir as find_data
@@ -81,7 +81,8 @@ def reproduce_linearized(
     """Run what is not finished, and write what was kept to RESULTS/linearized.jsonl; `tasks` are names of models.
 
     Raises:
-        ValueError: models or data are missing, or runs failed, which are named.
+        ValueError: models or data are missing, a folder holds a run of another model or with other steps, or runs
+            failed, which are named.
     """
     from lln.linearize.linear import linearized_result
 
@@ -103,7 +104,7 @@ def reproduce_linearized(
         folder = runs / "linearized" / run.name
 
         def record() -> str:
-            report = read_json(folder / "report.json", "remove the folder, and the command makes it anew")
+            report = read_json(folder / "report.json", REMAKE)
             add_result(results / RESULT, linearized_result(report, run.name))
             kept = list(report["kept"].values())[-1][-1]
             return ", ".join(f"{key} {x:.4g}" for key, x in kept.items() if isinstance(x, float))
@@ -119,8 +120,10 @@ def reproduce_linearized(
     jobs = [plan(run) for run in planned]
     make_folder(runs / "linearized", "--runs")
     finished = [job for job in jobs if job.is_finished()]
-    for job in finished:
-        job.record()
+    for run, job in zip(planned, jobs, strict=True):
+        if job in finished:
+            METHODS[run.method].check(runs / "linearized" / run.name, models / run.model, STEPS[run.model])
+            job.record()
     say(f"linearized: {len(jobs)} runs, {len(finished)} of them finished before")
     run_jobs([job for job in jobs if job not in finished], side_by_side=side_by_side, say=say)
 

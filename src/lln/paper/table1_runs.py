@@ -56,6 +56,16 @@ class Method:
             *(part for stage, count in counts for part in (f"--{stage}-steps", str(count))),
         ]
 
+    def check(self, folder: Path, model: Path, steps: Mapping[str, int]) -> None:
+        """Refuse a folder of `lln linearize` that was made from another model or with other steps."""
+        report = read_json(folder / "report.json", REMAKE)
+        started_from = Path(report.get("origin", {}).get("model", model)).name
+        found = {stage: report["settings"][f"{stage}_steps"] for stage in steps}
+        if started_from != model.name or found != self.stage_steps(steps):
+            raise ValueError(
+                f"{folder} was made from another model or with other steps ({started_from}, {found}); {REMAKE}"
+            )
+
 
 PAPER = {"form": "paper", "statistics": "live", "projection": False, "signed": False}
 METHODS = {
@@ -233,16 +243,8 @@ class Place:
                 "another folder, --results"
             )
         for method in methods:
-            if method == "softmax" or not self.is_linearized(method):
-                continue
-            report = read_json(self.linear(method) / "report.json", REMAKE)
-            started_from = Path(report.get("origin", {}).get("model", self.model)).name
-            steps = {stage: report["settings"][f"{stage}_steps"] for stage in STEPS}
-            if started_from != self.model.name or steps != METHODS[method].stage_steps(STEPS):
-                raise ValueError(
-                    f"{self.linear(method)} was made from another model or with other steps ({started_from}, {steps}); "
-                    f"{REMAKE}"
-                )
+            if method != "softmax" and self.is_linearized(method):
+                METHODS[method].check(self.linear(method), self.model, STEPS)
 
     def linear(self, method: str) -> Path:
         return self.runs / f"linear-{method}"
