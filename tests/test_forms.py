@@ -146,9 +146,9 @@ def test_equal_queries_of_the_decomposed_form(tokens, backend, N):
 @pytest.mark.parametrize(("form", "is_causal"), [("decomposed", False), ("unbiased", True)])
 def test_compiled(tokens, backend, form, is_causal):
     # Few tokens: the graph of plain causal attention grows with the logarithm of their number.
-    q, k, v = tokens(B=1, H=2, N=12, D=8, dtype=torch.float32)
+    q, k, v = tokens(B=1, H=2, N=7, D=8, dtype=torch.float32)
     options = options_of(form, is_causal, heads=2, key_heads=2, width=8)
-    options |= {"near": "window", "block_size": 4, "key_weight": torch.randn(1, 2, 12)}
+    options |= {"near": "window", "block_size": 3, "key_weight": torch.randn(1, 2, 7)}
     gradient = torch.randn_like(q)
     eager = run(lln, "lln_diag_attention", (q, k, v), gradient, options, ("key_weight",))
     torch._dynamo.reset()

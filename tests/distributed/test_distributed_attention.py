@@ -362,7 +362,7 @@ def cases(size):
         yield from mass_ratio_cases(size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_parts_give_what_one_process_gives(size):
     failed = run_world(size, cases, size)
     assert not failed, report(failed)

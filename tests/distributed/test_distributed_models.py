@@ -208,7 +208,7 @@ def model_cases(size):
         yield "data and sequence, FSDP2", partial(data_and_sequence, sharded=True)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_over_several_processes(size):
     failed = run_world(size, model_cases, size)
     assert not failed, report(failed)

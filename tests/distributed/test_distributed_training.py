@@ -88,6 +88,7 @@ def torchrun(script, source, out):
     )
 
 
+@pytest.mark.slow
 def test_a_run_over_two_processes_is_killed_and_continued(source, tmp_path):
     """Rank 1 is killed twice: torchrun continues from the checkpoint, then one process does."""
     script, one, two = tmp_path / "script.py", tmp_path / "one", tmp_path / "two"

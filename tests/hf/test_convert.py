@@ -146,9 +146,8 @@ def test_gradient_checkpointing(family, make, batch):
         torch.testing.assert_close(checkpointed, plain)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [pytest.param("bert", torch.int64, marks=pytest.mark.slow), ("llama", torch.float32)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), [("bert", torch.int64), ("llama", torch.float32)])
 def test_compiled(family, dtype, make, batch):
     """One graph for all lengths, forward and backward, with masks of ones and zeros of any dtype."""
     model = lln.hf.convert(make(family, num_hidden_layers=1), "lln_diag", block_size=8)
