@@ -7,7 +7,7 @@ TRITON := .venv/.triton
 C_FILES := $(wildcard src/lln/backends/cpu/src/*.[ch] tests/sanitize/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-triton lint sanitize format bench docs wheel clean
+.PHONY: help demo test test-slow test-triton test-gpu lint sanitize format bench docs wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -34,6 +34,11 @@ $(TRITON): $(READY)
 test-triton: $(TRITON)  ## run the GPU kernels in an interpreter, and compile them for real GPUs (downloads 300 MB)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/gpu
 	$(BIN)/python -m pytest -m compiled tests/gpu
+
+test-gpu: $(READY)  ## run the GPU kernels on this machine's GPU
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch finds no NVIDIA GPU; make test-triton needs none")'
+	$(BIN)/python -m pytest -m "not compiled" tests/gpu
+	LLN_TEST_DEVICE=cuda $(BIN)/python -m pytest -k triton tests/test_*.py
 
 lint: $(READY)  ## check format, style and types
 	$(BIN)/ruff format --check .
