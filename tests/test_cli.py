@@ -225,15 +225,17 @@ def test_no_page_of_the_documentation_is_stale(tmp_path):
     for page in docs.PAGES:
         changed = re.sub(r"(: begin -->\n)", r"\1 stale\n", (copy / page).read_text(), count=1)
         (copy / page).write_text(changed)
+    (copy / "images").mkdir()
+    (copy / docs.DRAWN).write_text(re.sub("(?m)^decode,.*$", "decode,other", (DOCS / docs.DRAWN).read_text()))
     stale = run("docs", str(copy), "--results", str(RESULTS), "--check")
     assert stale.exit_code == 2
     assert "stale: " in stale.stderr
-    for name in ("speed.md", "README.md", "headline.csv"):
+    for name in ("speed.md", "README.md", "headline.csv", "drawn.csv"):
         assert name in stale.stderr
-    count = len(docs.PAGES) + 1
+    count = len(docs.PAGES) + 2
     assert f"{count} files, {count} of them changed" in run("docs", str(copy), "--results", str(RESULTS)).stdout
     assert (copy / docs.HEADLINE).read_text() == (DOCS / docs.HEADLINE).read_text()
-    assert (copy / "images/headline.png").exists()
+    assert {path.name for path in (copy / "images").glob("*.png")} == {"headline.png", "decode.png"}
     assert run("docs", str(copy), "--results", str(RESULTS), "--check").exit_code == 0
 
 

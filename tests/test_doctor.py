@@ -1,6 +1,9 @@
 """`lln doctor`."""
 
 import json
+import os
+import subprocess
+import sys
 
 import torch
 from typer.testing import CliRunner
@@ -18,7 +21,15 @@ def test_doctor_prints_versions_threads_and_backends() -> None:
     assert shown["threads of torch"] == str(torch.get_num_threads())
     assert shown["instruction set"] in ("avx512", "avx2", "portable")
     assert "torch: yes" in shown["backends on cpu"]
-    assert "what" in CliRunner().invoke(app, ["doctor"]).stdout
+    lines = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+    assert f"torch: {torch.__version__}" in lines
+
+
+def test_doctor_without_the_command_line_and_with_a_wrong_variable() -> None:
+    environment = os.environ | {"LLN_BACKEND": "other"}
+    command = [sys.executable, "-m", "lln.doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "backends on cpu: error, LLN_BACKEND must be cpu, triton, torch or not set, got 'other'" in done.stdout
 
 
 def test_doctor_says_why_there_is_no_fused_code(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""`lln doctor`: what this machine has, for bug reports."""
+"""`lln doctor`: what this machine has, for bug reports; `python -m lln.doctor` where only torch is installed."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ def describe() -> list[tuple[str, str]]:
         if device == "cuda":
             found.append(("GPU", torch.cuda.get_device_name()))
         x = torch.zeros(1, 1, 16, 64, device=device)
-        found.append((f"backends on {device}", explain(x, x, x)))
+        found.append((f"backends on {device}", _explained(x)))
     return found + [(name, os.environ[name]) for name in VARIABLES if name in os.environ]
 
 
@@ -46,8 +46,20 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def _explained(x: torch.Tensor) -> str:
+    try:
+        return explain(x, x, x)
+    except ValueError as error:  # of LLN_BACKEND
+        return f"error, {error}"
+
+
 def _fused() -> str:
     try:
         return f"loaded from {load()._name}"
     except BuildError as error:
         return f"no, {error}"
+
+
+if __name__ == "__main__":
+    for name, value in describe():
+        print(f"{name}: {value}")

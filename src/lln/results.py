@@ -185,7 +185,7 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--out") -> None:
     """Find out before work begins whether a result can be written to the file `path`; its folder is made.
 
     Raises:
@@ -193,13 +193,13 @@ def check_writable(path: Path) -> None:
         OSError: the file cannot be written.
     """
     if path.is_dir():
-        raise ValueError(f"--out must be a file, and {path} is a folder")
+        raise ValueError(f"{option} must be a file, and {path} is a folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise OSError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
+        raise OSError(f"{path} cannot be written: {error.strerror}; choose another {option}") from error
 
 
 def machines(results: Iterable[Result]) -> str:

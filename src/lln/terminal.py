@@ -6,6 +6,7 @@ Results go to standard output; progress and errors go to standard error.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -17,6 +18,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table as RichTable
 from rich.text import Text
 
+FILE_WIDTH = 400  # of what is written to a file or a pipe, where nothing has to break a table
 COLORS = {"met": "green", "missed": "red"}  # of cells that hold nothing but this
 
 
@@ -34,7 +36,10 @@ class TableLike(Protocol):
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    stream = sys.stderr if stderr else sys.stdout
+    is_terminal = stream is not None and stream.isatty()
+    width = None if is_terminal or "COLUMNS" in os.environ else FILE_WIDTH
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True, width=width)
 
 
 console, errors = plain_console(), plain_console(stderr=True)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from lln.cli import app
 from lln.instruments.inspect import inspect, inspect_model, inspection_tables
 
 transformers = pytest.importorskip("transformers")
@@ -59,6 +61,8 @@ def test_saved_model(folder: Path, tmp_path: Path) -> None:
 def test_long_text_is_cut_to_the_positions(folder: Path) -> None:
     records = inspect_model(str(folder), TEXT * 10, tokens=10_000)
     assert records[0]["tokens"] == 512
+    assert "the model has positions for 512 tokens" in records[0]["note"]
+    assert "positions" not in inspect_model(str(folder), TEXT, tokens=50)[0]["note"]
 
 
 def test_tables_of_one_layer() -> None:
@@ -87,6 +91,22 @@ def test_refusals(tmp_path: Path) -> None:
         inspect_model("bert", TEXT, tokens=1)
     with pytest.raises(ValueError, match="text file"):
         inspect("bert", tmp_path / "missing.txt")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match="expected UTF-8 text"):
+        inspect("bert", tmp_path / "latin.txt")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(["--html", "{folder}"], "--html must be a file"), (["--compare", "nothing"], "neither a folder")],
+)
+def test_options_are_checked_before_a_model_runs(tmp_path: Path, wrong: list[str], message: str) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = [x.format(folder=tmp_path) for x in wrong]
+    done = CliRunner().invoke(app, ["inspect", "bert", "--text", str(tmp_path / "text.txt"), *given])
+    assert done.exit_code != 0
+    assert message in done.stderr
+    assert done.stdout == ""
 
 
 def test_models_that_cannot_be_read_are_refused_with_a_reason() -> None:

@@ -258,11 +258,12 @@ def forms(
 ) -> None:
     """How near LLN in all its forms, and other linear attention, is to a model's softmax attention, untrained."""
     from lln.bench.forms import Comparison
+    from lln.instruments.inspect import read_text
     from lln.report.speed import forms_tables
 
-    other = None if calibration is None else _read_text("calibration", calibration)
+    other = None if calibration is None else read_text(calibration, "--calibration")
     described: dict[str, Any] = {"length": length, "sequences": sequences, "block_size": block_size}
-    comparison = Comparison(model, _read_text("text", text), calibration=other, loss=loss, seed=seed, **described)
+    comparison = Comparison(model, read_text(text), calibration=other, loss=loss, seed=seed, **described)
     name = Path(model).name
     described |= {"model": name, "layers": len(comparison.layers), "notes": comparison.notes}
     recording = start_recording(context, out, name, described, seed, True, None)
@@ -357,12 +358,6 @@ def lra(
     rows = compare(left, compared, seconds=seconds, seed=seed)
     measure_rows(recording, rows, total=len(chosen) * len(compared))
     finish(recording, lra_tables, None, json)
-
-
-def _read_text(option: str, path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"--{option} must be a text file, there is none at {path}")
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _decode_model(

@@ -1,9 +1,13 @@
 """`lln docs`: the pages of the documentation that hold what is made from results."""
 
-from collections.abc import Callable
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +26,7 @@ PAGES = (
     "../README.md",
 )
 HEADLINE = Path("images/headline.csv")  # the numbers of the picture in the README, which is drawn when they change
+DRAWN = Path("images/drawn.csv")  # a digest of what each other picture shows, which is drawn when it changes
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -33,34 +38,37 @@ def make_docs(
     results: Results = Path("results"),
     check: Annotated[bool, typer.Option("--check", help="Write nothing, and fail if a page is stale.")] = False,
     pictures: Annotated[
-        bool, typer.Option("--pictures", help="Also draw all pictures of recorded runs and measurements.")
+        bool, typer.Option("--pictures", help="Draw all pictures of recorded results, not only those that changed.")
     ] = False,
 ) -> None:
-    """Bring all tables in the documentation, and the picture of the README, up to date with the result files."""
+    """Bring all tables and pictures in the documentation, and in the README, up to date with the result files."""
     pages = rendered_pages(docs, results)
     stale = [path for path, new in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != new]
     if check:
         if stale:
             raise ValueError(f"stale: {', '.join(map(str, stale))}; `lln docs` makes them anew")
         return
-    if docs / HEADLINE in stale:
-        draw_headline(docs, results)
+    (docs / "images").mkdir(exist_ok=True)
+    if pictures or docs / HEADLINE in stale:
+        console.print(str(draw_headline(docs, results)))
+    known = {} if pictures else digests(docs / DRAWN)
+    for picture in recorded_pictures(results):
+        if known.get(picture.name) != picture.digest:
+            console.print(str(picture.draw_into(docs / "images")))
     for path, new in pages.items():
         path.write_text(new, encoding="utf-8")
-    if pictures:
-        for path in (draw_headline(docs, results), *draw_pictures(docs / "images", results)):
-            console.print(str(path))
     console.print(f"{len(pages)} files, {len(stale)} of them changed")
 
 
 def rendered_pages(docs: Path, results: Path) -> dict[Path, str]:
-    """The pages, and the numbers of the picture in the README, as they are when they are up to date."""
+    """The pages, and what the pictures were drawn from, as they are when they are up to date."""
     from lln.paper import headline
     from lln.report.page import update
-    from lln.report.plot import csv_text
+    from lln.report.plot import Row, csv_text
 
     pages = {docs / name: update((docs / name).read_text(encoding="utf-8"), parts(results)) for name in PAGES}
-    return pages | {docs / HEADLINE: csv_text(headline.picture_rows(results))}
+    drawn: list[Row] = [{"picture": picture.name, "digest": picture.digest} for picture in recorded_pictures(results)]
+    return pages | {docs / HEADLINE: csv_text(headline.picture_rows(results)), docs / DRAWN: csv_text(drawn)}
 
 
 def parts(results: Path) -> dict[str, Callable[[str], str]]:
@@ -86,28 +94,52 @@ def draw_headline(docs: Path, results: Path) -> Path:
     from lln.paper import headline
     from lln.report.plot import save_png
 
-    (docs / HEADLINE).parent.mkdir(parents=True, exist_ok=True)
     return save_png(headline.draw(results), (docs / HEADLINE).with_suffix(".png"))
 
 
-def draw_pictures(folder: Path, results: Path) -> list[Path]:
-    """Draw figures of recorded runs, and measurements of speed, as PNG into the folder."""
-    from shutil import copy
-    from tempfile import TemporaryDirectory
+@dataclass(frozen=True)
+class Picture:
+    """A picture of recorded results."""
 
+    name: str
+    shown: Any  # numbers, and where they come from
+    draw: Callable[[Path], tuple[Path, ...]]  # into a folder; the PNG is the first of the files
+
+    @property
+    def digest(self) -> str:
+        return sha256(json.dumps(self.shown, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def draw_into(self, folder: Path) -> Path:
+        """Only the PNG."""
+        from shutil import copy
+        from tempfile import TemporaryDirectory
+
+        with TemporaryDirectory() as scratch:
+            path, *_ = self.draw(Path(scratch))
+            return Path(copy(path, folder / path.name))
+
+
+def recorded_pictures(results: Path) -> Iterator[Picture]:
+    """Figures of recorded runs, and measurements of speed."""
     from lln import paper
     from lln.paper import table2
     from lln.report.speed_pictures import draw_attention, draw_decode
     from lln.results import read_results
 
-    with TemporaryDirectory() as scratch:
-        work = Path(scratch)
-        drawn = [
-            paper.figure(name, out=work, results=results)
-            for name in paper.NAMES
-            if name.startswith("figure") and hasattr(paper.load(name), "read")
-        ]
-        for file, draw in (("attention", draw_attention), ("decode", draw_decode), ("table2", table2.draw)):
-            found = read_results(results / f"{file}.jsonl", made_by="lln bench")
-            drawn += [draw(result, work) for result in found.values()]
-        return [Path(copy(path, folder / path.name)) for path, *_ in drawn]
+    def draw_figure(name: str, folder: Path) -> tuple[Path, ...]:
+        return paper.figure(name, out=folder, results=results)
+
+    for name in paper.NAMES:
+        if name.startswith("figure") and hasattr(module := paper.load(name), "read"):
+            yield Picture(name, module.read(results), partial(draw_figure, name))
+    for file, draw in (("attention", draw_attention), ("decode", draw_decode), ("table2", table2.draw)):
+        for name, result in read_results(results / f"{file}.jsonl", made_by="lln bench").items():
+            yield Picture(name, (result.rows, result.settings, result.origin), partial(draw, result))
+
+
+def digests(path: Path) -> dict[str, str]:
+    """What each picture was drawn from when it was drawn."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["picture"]: row["digest"] for row in csv.DictReader(file)}

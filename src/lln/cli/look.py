@@ -51,8 +51,14 @@ def inspect(
     from lln.instruments import inspect as instruments
     from lln.report.heads_page import write_heads_page
     from lln.report.table import Table
+    from lln.results import check_writable
 
     content = instruments.read_text(text)
+    for name in (model, compare):
+        if name is not None:
+            instruments.check_model(name)
+    if html is not None:
+        check_writable(html, "--html")
     inspections = []
     for name, stem in ((model, "inspect"), (compare, "compare")):
         if name is None:
@@ -73,7 +79,12 @@ def doctor(json: Json = False) -> None:
     from lln.doctor import describe
     from lln.report.table import Table
 
-    print_table(Table("lln doctor", ["what", "value"], [list(row) for row in describe()]), as_json=json)
+    found = describe()
+    if json:
+        print_table(Table("lln doctor", ["what", "value"], [list(row) for row in found]), as_json=True)
+        return
+    for name, value in found:  # lines that can be pasted: a table would break long values
+        console.print(f"{name}: {value}", soft_wrap=True)
 
 
 def zoo(

@@ -50,11 +50,14 @@ def inspect(model: str, text_file: str | Path, *, out: str | Path | None = None,
     return inspect_model(model, read_text(text_file), out=out, tokens=tokens)
 
 
-def read_text(text_file: str | Path) -> str:
+def read_text(text_file: str | Path, option: str = "--text") -> str:
     path = Path(text_file)
     if not path.is_file():
-        raise ValueError(f"--text must be a text file, there is none at {path}")
-    return path.read_text(encoding="utf-8", errors="replace")
+        raise ValueError(f"{option} must be a text file, there is none at {path}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8 text ({error})") from error
 
 
 def inspect_model(model: str, text: str, *, out: str | Path | None = None, tokens: int = 512) -> list[Record]:
@@ -78,7 +81,9 @@ def inspect_details(model: str, text: str, *, tokens: int = 512, with_details: b
     if tokens < 2:
         raise ValueError(f"tokens must be at least 2, got {tokens}: a single token has nothing to attend to")
     network, tokenizer, notes = load_model(model)
-    ids = encode(network, tokenizer, text, tokens)[0]
+    ids, *rest = encode(network, tokenizer, text, tokens)
+    if rest and ids.shape[1] < tokens:
+        notes.append(f"the model has positions for {ids.shape[1]} tokens, so it reads no more of the text")
     if ids.shape[1] < 2:
         raise ValueError(f"the text has only {ids.shape[1]} token; a few hundred words show the most")
     pieces = text_pieces(tokenizer, text, ids[0].tolist()) if with_details else []
@@ -199,32 +204,40 @@ def _instruments(capture: Capture) -> list[Record]:
     ]
 
 
-def load_model(model: str, auto_class: str = "AutoModel") -> tuple[Any, Any, list[str]]:
-    """The network, its tokenizer or None, and what to say about them."""
+def check_model(model: str) -> None:
+    """Refuse what is neither a folder with a saved model nor a model type of transformers."""
     try:
         transformers: Any = import_module("transformers")
     except ImportError as error:
         raise ImportError("lln inspect needs transformers: pip install 'lln-attention[hf]'") from error
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} holds no config.json; give a folder saved by save_pretrained")
+    elif model not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{model!r} is neither a folder saved by save_pretrained nor a model type such as 'roberta', 'bert', "
+            "'gpt2' or 'llama'; save a model of the hub to a folder first"
+        )
+
+
+def load_model(model: str, auto_class: str = "AutoModel") -> tuple[Any, Any, list[str]]:
+    """The network, its tokenizer or None, and what to say about them."""
+    check_model(model)
+    transformers: Any = import_module("transformers")
     factory = getattr(transformers, auto_class)
     folder = Path(model)
     notes: list[str] = []
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} holds no config.json; give a folder saved by save_pretrained")
         config = transformers.AutoConfig.from_pretrained(folder)
         weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
         words = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    elif model in transformers.CONFIG_MAPPING:
+    else:
         weights = words = False
         try:
             config = transformers.AutoConfig.for_model(model, **SMALL)
         except Exception as error:
             raise ValueError(f"no small {model} can be made, give a saved one: {_words(error)}") from error
-    else:
-        raise ValueError(
-            f"{model!r} is neither a folder saved by save_pretrained nor a model type such as 'roberta', 'bert', "
-            "'gpt2' or 'llama'; save a model of the hub to a folder first"
-        )
     if weights and hasattr(config, "lln_attention"):
         from lln.hf import from_pretrained
 

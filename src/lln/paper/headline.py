@@ -3,7 +3,7 @@
 Both are made of what is recorded. A result that is missing leaves its row, cell or bar out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from lln.paper import table1
 from lln.report.speed import short
 from lln.report.speed_styles import attention_label, attention_style
 from lln.report.table import Table
-from lln.results import Result, Row, read_results
+from lln.results import Result, Row, machines, read_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def draw(results: Path) -> "Figure":
     rows = picture_rows(results)
     with style():
         title = "LLN attention against softmax attention"
-        figure, (time, quality) = panels(_machine(results), title, 2, size=(10.0, 3.9))
+        figure, (time, quality) = panels(_times(results), title, 2, size=(10.0, 3.9))
         for name in SHOWN:
             mine = [row for row in rows if row["part"] == "time" and row["name"] == name]
             attention_style(name).plot(time, [row["tokens"] for row in mine], [row["value"] for row in mine])
@@ -165,18 +165,40 @@ def _values(run: Result | None, quantity: str, pass_: str, tokens: int) -> dict[
     return {row["mechanism"]: row[quantity] for row in chosen if row.get(quantity) is not None}
 
 
-def _machine(results: Path) -> str:
+def _times(results: Path) -> str:
+    """Where the times of attention come from."""
     run = _read(results, "attention").get(ATTENTION)
     if run is None:
         return "No times are recorded."
-    origin, setting = run.origin, run.settings
-    quiet = "" if all(part["quiet"] for part in origin["noise"]) else ", other programs were running"
-    where = f"{origin['machine']['processor']}, {origin['threads']} threads{quiet}, commit {origin['commit']}"
-    return f"Times: batch 1, {setting['heads']} heads of {setting['head_dim']}, {setting['dtype']}, {where}."
+    setting = run.settings
+    return (
+        f"Attention: batch 1, {setting['heads']} heads of {setting['head_dim']}, {setting['dtype']}, {_origin([run])}."
+    )
 
 
 def _notes(results: Path) -> list[str]:
-    return [f"{_machine(results)} Softmax is torch's `scaled_dot_product_attention`, in decoding over a cache."]
+    """Where each part of the table comes from."""
+    notes = [f"{_times(results)} Softmax is torch's `scaled_dot_product_attention`, in decoding over a cache."]
+    if decoding := list(_read(results, "decode").values()):
+        notes.append(f"One more token: {_origin(decoding)}.")
+    if linear := {name: run for name, run in _read(results, "linearized").items() if name in _shown_runs(results)}:
+        notes.append(
+            f"Models: {_origin(linear.values())}. Their layers are those that `lln linearize` makes, not the "
+            "ones timed above: the decomposed form with learned projections, LLN+Diag with a window and a gate."
+        )
+    return notes
+
+
+def _origin(runs: Iterable[Result]) -> str:
+    runs = list(runs)
+    noise = [part for run in runs for part in run.origin.get("noise", ())]
+    quiet = "" if all(part["quiet"] for part in noise) else ", other programs were running"
+    return f"{machines(runs)}{quiet}"
+
+
+def _shown_runs(results: Path) -> set[str]:
+    """Names of the runs that rows about models are from."""
+    return {f"{model}-{method}{end}" for model, _, method in kept(results) for end in ("", "-calibrated")}
 
 
 def _read(results: Path, name: str) -> dict[str, Result]:

@@ -8,7 +8,7 @@ from lln.report.goals import ATTENTION_GOALS, DECODE_GOALS, check, goals_table
 from lln.report.speed import attention_tables, decode_tables, ratio_tables, short
 from lln.report.speed_styles import attention_label
 from lln.report.table import Table
-from lln.results import Result, read_results
+from lln.results import Result, machines, read_results
 
 ATTENTION = {
     "attention-float32": "Attention, float32",
@@ -60,14 +60,14 @@ def summary(results: Path, file: str = "") -> str:
                 for row in result.rows
                 if row["pass"] == pass_ and "milliseconds" in row
             }
-            tables.append(_beside_softmax(f"Attention, {pass_}, median time (ms)", times, "softmax"))
+            tables.append(_beside_softmax(f"Attention, {pass_}, median time (ms)", times, "softmax", result))
     for result in _read(results, "decode").values():
         times = {(row["mechanism"], row["tokens"]): row["milliseconds"] for row in result.rows}
-        tables.append(_beside_softmax("One more token after a context, median time (ms)", times, "cache"))
+        tables.append(_beside_softmax("One more token after a context, median time (ms)", times, "cache", result))
     return "\n".join(table.markdown() for table in tables) or NOTHING
 
 
-def _beside_softmax(title: str, times: Mapping[tuple[str, int], float], softmax: str) -> Table:
+def _beside_softmax(title: str, times: Mapping[tuple[str, int], float], softmax: str, result: Result) -> Table:
     lengths = sorted({tokens for _, tokens in times})
 
     def cells(value: Callable[[int], float | None]) -> list[str]:
@@ -83,7 +83,9 @@ def _beside_softmax(title: str, times: Mapping[tuple[str, int], float], softmax:
 
         rows.append([label, *cells(lambda tokens, name=name: times.get((name, tokens)))])  # type: ignore[misc]
         rows.append([f"{label}: times as fast", *cells(speed)])
-    return Table(title, ["tokens", *(f"{tokens:,}" for tokens in lengths)], rows)
+    return Table(
+        title, ["tokens", *(f"{tokens:,}" for tokens in lengths)], rows, [f"{machines([result])}.{_noise(result)}"]
+    )
 
 
 def _read(results: Path, name: str) -> dict[str, Result]:
@@ -96,9 +98,9 @@ def _section(title: str, result: Result, tables: Sequence[Table]) -> str:
     machine = f"{origin['machine']['processor']}, {origin['threads']} threads, torch {origin['torch']}"
     kernel = origin.get("kernel", {}).get("explained") or "no compiled kernel"
     head = f"`{origin['command']}` on {machine}, commit {origin['commit']}; {kernel}."
-    noisy = (
-        ""
-        if all(run["quiet"] for run in origin.get("noise", ()))
-        else " Other programs were running: times are too long."
-    )
-    return f"### {title}\n\n{head}{noisy}\n\n" + "\n".join(table.markdown() for table in tables)
+    return f"### {title}\n\n{head}{_noise(result)}\n\n" + "\n".join(table.markdown() for table in tables)
+
+
+def _noise(result: Result) -> str:
+    is_quiet = all(run["quiet"] for run in result.origin.get("noise", ()))
+    return "" if is_quiet else " Other programs were running: times are too long."

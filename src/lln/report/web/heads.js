@@ -78,7 +78,7 @@ function attentionParts(number, model, head) {
   const show = () => {
     const row = levels.slice(query * keys, (query + 1) * keys), at = model.queries[query];
     const order = [...row.keys()].sort((a, b) => row[b] - row[a] || a - b).filter((key) => row[key]).slice(0, 8);
-    list.replaceChildren(...order.map((key) => element("li", {}, `${visible(piece(model, key))} (${key}): ${percent(weightOf(row[key]))}`)));
+    list.replaceChildren(...order.map((key) => element("li", {}, element("bdi", {}, visible(piece(model, key))), ` (${key}): ${percent(weightOf(row[key]))}`)));
     text.replaceChildren(...Array.from(row, (level, key) => {
       const share = level / 255;
       const span = element("span", { title: `${key}: ${percent(weightOf(level))}`, style: `--share:${Math.round(100 * share * share)}%` }, piece(model, key));
