@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 # A turn lasts about so much of the whole time, and at most so many calls: a quick candidate needs more calls than a
-# slow one for a steady median.
-TURN_SHARE, TURN_CALLS = 1 / 40, 20
+# slow one for a steady median, also where a slow one leaves time for three turns only.
+TURN_SHARE, TURN_CALLS = 1 / 8, 20
 SLOW_CALL = 1.0  # seconds; slower calls need no call to warm up
 BUSY = 0.25  # processors kept busy by others, from which on times are doubtful
 
