@@ -43,14 +43,14 @@ def test_turns_alternate_and_quick_candidates_run_more_often(monkeypatch):
         return call
 
     calls = {
-        "quick": candidate("quick", 0.001),
+        "quick": candidate("quick", 0.004),
         "slow": candidate("slow", 0.25),
         "very slow": candidate("very slow", 9),
     }
     timings = measure.time_in_turns(calls, seconds=0.4)
     turns = [name for name, _ in itertools.groupby(order)]
     assert turns == [*["quick", "slow", "very slow"] * 2, *["quick", "slow"] * 2]
-    assert {name: timing.repeats for name, timing in timings.items()} == {"quick": 30, "slow": 3, "very slow": 2}
+    assert {name: timing.repeats for name, timing in timings.items()} == {"quick": 36, "slow": 3, "very slow": 2}
     assert timings["slow"] == measure.Timing(*[pytest.approx(0.25)] * 3, 3)
 
 
