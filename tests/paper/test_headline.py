@@ -60,9 +60,11 @@ def test_models_of_any_number_and_kind(tmp_path):
 def test_glue_counts_once_all_tasks_are_there(tmp_path):
     from lln.paper.table1 import EIGHT, METRIC
 
+    origin = {"seed": 0, "commit": "abc", "threads": 1, "machine": {"cores": 2, "processor": "P"}}
+
     def runs(method, share):
         return [
-            {"method": method, "task": task, "seed": 0, "metrics": {METRIC.get(task, "accuracy"): 0.8 * share}}
+            {"method": method, "task": task, "metrics": {METRIC.get(task, "accuracy"): 0.8 * share}} | origin
             for task in EIGHT
         ]
 
@@ -72,7 +74,9 @@ def test_glue_counts_once_all_tasks_are_there(tmp_path):
     write([*runs("softmax", 1.0), *runs("lln_diag_ours", 0.95)[:-1]])
     assert headline.glue_shares(tmp_path) == {}
     write([*runs("softmax", 1.0), *runs("lln_diag_ours", 0.95), *runs("lln_diag", 0.5)])
-    assert headline.make(tmp_path).rows[0][1:4] == ["100%", "-", "95.0%"]
+    made = headline.make(tmp_path)
+    assert made.rows[0][1:4] == ["100%", "-", "95.0%"]
+    assert made.notes[-1] == "GLUE: 1 of 2 cores of P for each run, commit abc, seeds 0."
     assert [round(row["value"], 6) for row in headline.picture_rows(tmp_path)] == [0.95]
 
 

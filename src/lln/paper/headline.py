@@ -186,6 +186,8 @@ def _notes(results: Path) -> list[str]:
             f"Models: {_origin(linear.values())}. Their layers are those that `lln linearize` makes, not the "
             "ones timed above: the decomposed form with learned projections, LLN+Diag with a window and a gate."
         )
+    if glue_shares(results):
+        notes.append(f"GLUE: {table1.origin(results)}.")
     return notes
 
 

@@ -77,6 +77,11 @@ def share_of_softmax(results: Path, method: str) -> float | None:
     return _share(found, softmax, EIGHT)
 
 
+def origin(results: Path) -> str:
+    """Machines, commits and seeds of the runs."""
+    return _origin(_read(results, "table1"))
+
+
 def _read(results: Path, file: str) -> list[Line]:
     path = results / f"{file}.jsonl"
     return read_records(path) if path.exists() else []
