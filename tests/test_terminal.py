@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import lln.terminal
 from lln.report.table import Table
 from lln.tasks.display import Display
 from lln.terminal import Progress, print_table
@@ -22,6 +23,14 @@ def test_a_bar_shows_the_label_as_it_is(monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "listops-lln:a=[/x]" in shown
     assert "Continuing a[/x]:key:" + "/long" * 60 in shown
+
+
+def test_a_table_in_a_pipe_is_not_folded(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(lln.terminal, "console", lln.terminal.plain_console())
+    cells = [f"{number}.25" for number in range(100, 125)]
+    print_table(Table("title", ["layer", *map(str, range(24))], [cells]))
+    assert any(all(cell in line for cell in cells) for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("quiet", [False, True])
