@@ -88,6 +88,17 @@ def test_bfloat16_changes_how_the_student_is_distilled_and_nothing_before_it(mak
         quick(precision="fp64")
 
 
+def test_before_distillation_short_texts_keep_softmax_attention_to_the_last_digits(make, tokenizer, texts, quick):
+    """Where nothing is far, a gate leaves softmax attention alone, so nothing else may differ from the teacher."""
+    model = make("bert")
+    config = quick(options={"block_size": 16}, align_steps=6, join_steps=3, distil_steps=0)
+    student = run(model, tokenizer, texts, config).model
+    short, long = (torch.randint(5, 80, (2, tokens)) for tokens in (8, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(student(short)[0], model(short)[0], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(student(long)[0], model(long)[0], rtol=1e-2, atol=1e-2)
+
+
 def test_lora_leaves_the_weights_beside_linear_layers_as_they_were(make, tokenizer, texts, quick, tmp_path):
     """Embeddings and norms are not trained; linear layers are merged, so that the result is an ordinary model."""
     pytest.importorskip("peft")

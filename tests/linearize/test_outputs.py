@@ -5,7 +5,7 @@ import torch
 
 import lln.hf
 from lln.linearize.losses import output_loss
-from lln.linearize.outputs import SMALLEST_SHARE, fit_outputs, fit_shares, output_layers
+from lln.linearize.outputs import SMALLEST_SHARE, fit_outputs, fit_shares, output_layers, restore_outputs
 from lln.linearize.teacher import converted_modules, make_teacher, observing
 
 
@@ -44,6 +44,21 @@ def test_a_student_without_error_gets_the_weights_of_its_teacher(make, family, h
         for key in ("weight", "bias"):
             expected = getattr(teacher.get_submodule(name), key)
             torch.testing.assert_close(getattr(student.get_submodule(name), key), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "head"), [("bert", "Model"), ("gpt2", "ModelForCausalLM")])
+def test_restored_projections_are_those_of_the_teacher_to_the_bit(make, family, head):
+    names = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64} if family == "gpt2" else {}
+    model = make(family, head, **names)
+    teacher, student = make_teacher(model), lln.hf.convert(copy.deepcopy(model), "lln")
+    layers = output_layers(teacher, words())
+    fit_outputs(student, teacher, words(), layers)
+    weights = {name: student.get_submodule(name).weight for name in layers.values()}
+    assert not any(torch.equal(x, teacher.get_submodule(name).weight) for name, x in weights.items())
+    restore_outputs(student, teacher, layers)
+    for name, weight in weights.items():
+        assert torch.equal(weight, teacher.get_submodule(name).weight)
+        assert weight.data_ptr() != teacher.get_submodule(name).weight.data_ptr()
 
 
 @pytest.mark.parametrize(("family", "head"), [("bert", "Model"), ("llama", "ModelForCausalLM")])

@@ -38,7 +38,11 @@ def test_every_method_has_the_same_number_of_steps():
     assert METHODS["lln_ours"].stage_steps(STEPS)["join"] == 0
     for method in ("elu", "lln", "lln_diag", "performer"):  # nothing to align or join
         assert METHODS[method].stage_steps(STEPS)["distil"] == sum(STEPS.values())
-    assert METHODS["hedgehog"].stage_steps(STEPS) == {"align": 60, "join": 0, "distil": 165}
+    assert METHODS["hedgehog"].stage_steps(STEPS) == {
+        "align": STEPS["align"],
+        "join": 0,
+        "distil": STEPS["join"] + STEPS["distil"],
+    }
 
 
 def test_the_papers_forms_leave_out_what_linearize_adds():
@@ -76,7 +80,8 @@ class Child:
             (folder / "work").mkdir(parents=True)
             (folder / "work" / "summary.json").write_text('{"finished": true}')
             settings = {f"{stage}_steps": int(command[command.index(f"--{stage}-steps") + 1]) for stage in STEPS} | {
-                "batch_tokens": 2048
+                "batch_tokens": 2048,
+                "length": int(command[command.index("--length") + 1]),
             }
             kept = {"distil": [{"cosine": 0.9, "length": 32}, {"cosine": 0.8, "rank_correlation": 0.7, "length": 512}]}
             (folder / "report.json").write_text(json.dumps({"settings": settings, "kept": kept}))
@@ -141,12 +146,17 @@ def test_runs_become_lines_and_their_folders_go(child, places):
     assert [(x["method"], x["task"], x["seed"]) for x in found] == [("softmax", "rte", 0), ("elu", "rte", 0)]
     assert found[0]["metrics"] == {"accuracy": 0.5, "loss": 0.4}
     assert "linearize" not in found[0]
-    steps = {"align_steps": 0, "join_steps": 0, "distil_steps": 225}
-    assert found[1]["linearize"] == steps | {"tokens": 225 * 2048, "cosine": 0.8, "rank_correlation": 0.7}
+    steps = {"align_steps": 0, "join_steps": 0, "distil_steps": sum(STEPS.values())}
+    assert found[1]["linearize"] == steps | {
+        "tokens": sum(STEPS.values()) * 2048,
+        "length": 128,
+        "cosine": 0.8,
+        "rank_correlation": 0.7,
+    }
     wanted = {"options", "learning_rate", "train_examples", "epochs", "seconds", "parameters", "commit", "machine"}
     assert wanted <= found[1].keys()
     assert str(places["runs"].parent) not in json.dumps(found)
-    assert "--from runs/table1/linear-elu" in found[1]["command"]
+    assert "--from runs/table1/linear-elu-128" in found[1]["command"]
     assert "--data-dir DATA" in found[1]["command"]
     assert not (places["runs"] / "table1" / "elu-rte-seed0").exists()
     assert any("jobs to go, about" in text for text in said)
@@ -172,16 +182,32 @@ def test_runs_from_another_model_or_with_other_steps_are_not_mixed(child, places
     with pytest.raises(ValueError, match=r"table1\.jsonl holds runs from model, not from other"):
         reproduce_table_1(places["runs"].parent / "other", say=print, **places, methods=["elu"])
     (places["runs"].parent / "other").rename(places["runs"].parent / "model")
-    path = places["runs"] / "table1" / "linear-elu" / "report.json"
+    path = places["runs"] / "table1" / "linear-elu-128" / "report.json"
     report = json.loads(path.read_text())
     for changed in (
         report | {"settings": report["settings"] | {"distil_steps": 7}},
         report | {"origin": {"model": "some/other"}},
     ):
         path.write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=r"linear-elu was made from another model or with other steps"):
+        with pytest.raises(ValueError, match=r"linear-elu-128 was made from another model or with other steps"):
             run(places, methods=["elu"], tasks=["rte"])
     assert len(child.started) == 2
+    result = places["results"] / "table1.jsonl"
+    row = lines(places)[0]
+    result.write_text(json.dumps(row | {"linearize": row["linearize"] | {"distil_steps": 7}}) + "\n")
+    with pytest.raises(ValueError, match=r"holds a run of elu that was made linear in other steps"):
+        run(places, methods=["softmax"], tasks=["rte"])
+
+
+def test_tasks_of_other_lengths_start_from_a_model_made_linear_for_theirs(child, places):
+    data = places["data_dir"] / "imdb"
+    data.mkdir()
+    for name in ("train.jsonl.gz", "test.jsonl.gz"):
+        (data / name).touch()
+    run(places, methods=["elu"], tasks=["rte", "imdb"], seeds=[0])
+    given = [command[command.index("--length") + 1] for command in child.started if command[0] == "linearize"]
+    assert given == ["128", "512"]
+    assert {x["task"]: x["linearize"]["length"] for x in lines(places)} == {"rte": 128, "imdb": 512}
 
 
 def test_other_seeds_alone_choose_a_rate_themselves(child, places):
@@ -190,8 +216,8 @@ def test_other_seeds_alone_choose_a_rate_themselves(child, places):
 
 
 def test_a_method_that_fails_is_named_and_the_others_go_on(child, places):
-    child.fails = {"linear-elu"}
-    with pytest.raises(ValueError, match=r"2 runs are not finished: linear-elu, elu-rte-seed0; the same command"):
+    child.fails = {"linear-elu-128"}
+    with pytest.raises(ValueError, match=r"2 runs are not finished: linear-elu-128, elu-rte-seed0; the same command"):
         run(places, methods=["softmax", "elu"], tasks=["rte"], seeds=[0])
     assert [x["method"] for x in lines(places)] == ["softmax"]
     child.fails = {"softmax-rte-seed0"}
@@ -244,7 +270,9 @@ def test_estimates_count_trials_and_validation():
 def line(method, task, seed, **metrics):
     origin = {"commit": "abc", "threads": 1, "machine": {"processor": "P", "cores": 2}, "model": "m"}
     budget = {"train_examples": 100, "steps": 7}
-    stage = {} if method == "softmax" else {"linearize": {"align_steps": 0, "distil_steps": 9, "tokens": 99}}
+    stage = (
+        {} if method == "softmax" else {"linearize": {"align_steps": 0, "distil_steps": 9, "tokens": 99, "length": 64}}
+    )
     return {"method": method, "task": task, "seed": seed, "metrics": metrics} | origin | budget | stage
 
 

@@ -129,6 +129,14 @@ def fit_outputs(
     _run_with(student, batch, [student.get_submodule(x).register_forward_pre_hook(fit(x)) for x in names])
 
 
+@torch.no_grad()
+def restore_outputs(student: PreTrainedModel, teacher: PreTrainedModel, layers: Mapping[str, str]) -> None:
+    """Give the output projections of a student, as `fit_outputs` changes them, the weights of the teacher's."""
+    for name in layers.values():
+        layer, like = student.get_submodule(name), teacher.get_submodule(name)
+        getattr(layer, "base_layer", layer).load_state_dict(like.state_dict())
+
+
 def _run_with(model: PreTrainedModel, batch: Batch, hooks: list[Any]) -> None:
     try:
         model.base_model(**batch)  # without a head: the logits of a language model would be the largest tensor

@@ -2,11 +2,14 @@
 
 - calibrate: centres and spreads of every head, from the teacher's queries and keys, then shares of the branches and
   output projections in closed form (`lln.linearize.outputs`); no training;
-- align: the far branch of every layer learns softmax attention's weights, on what the teacher's layer sees; shares and
-  output projections are fitted anew;
-- join: the shares of the two branches are learned, on the teacher's attention outputs; output projections are fitted
-  anew;
+- align: the far branch of every layer learns softmax attention's weights, on what the teacher's layer sees; shares are
+  fitted anew;
+- join: the shares of the two branches are learned, on the teacher's attention outputs;
 - distil: the whole model learns to give what the teacher gives.
+
+Branches that are joined by a gate give softmax attention's own output where nothing is far. Output projections that are
+fitted to all lengths would change it, so training begins from the teacher's; other mechanisms have theirs fitted anew
+after align and join.
 
 A step is a function of its number: data and chance depend on the seed, the stage and the step alone.
 """
@@ -28,7 +31,7 @@ from transformers import PreTrainedModel, set_seed
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.data import STAGES, Batch, Source
 from lln.linearize.losses import hidden_loss, logits_loss, output_loss, weights_loss
-from lln.linearize.outputs import fit_outputs, fit_shares, output_layers
+from lln.linearize.outputs import fit_outputs, fit_shares, output_layers, restore_outputs
 from lln.linearize.teacher import Observation, converted_modules, observing
 from lln.mechanism import JoinedBranches, Mechanism
 from lln.nn import LLNAttention
@@ -83,18 +86,32 @@ class Linearizer:
             on_layer()
         self._fit_joins()
 
+    def begin(self) -> None:
+        """What precedes the first step of training."""
+        if self._is_exact_nearby:
+            restore_outputs(self.student, self.teacher, self._output_layers())
+
     def finish(self, stage: str) -> None:
         """What follows the last step of a stage: fits in closed form of what depends on what the stage has trained."""
         if stage in ("align", "join"):
-            self._fit_joins(shares=stage == "align")
+            self._fit_joins(shares=stage == "align", outputs=not self._is_exact_nearby)
 
-    def _fit_joins(self, *, shares: bool = True) -> None:
-        """Fit the shares of the branches, if asked for, and the output projections."""
+    def _fit_joins(self, *, shares: bool = True, outputs: bool = True) -> None:
+        """Fit the shares of the branches and the output projections, if asked for."""
         batch = self._fitted_batch()
         if shares:
             for name, seen in self._observed([batch]).items():
                 fit_shares(self.mechanisms[name], seen)
-        fit_outputs(self.student, self.teacher, batch, output_layers(self.teacher, self.source.calibration()[0]))
+        if outputs:
+            fit_outputs(self.student, self.teacher, batch, self._output_layers())
+
+    def _output_layers(self) -> dict[str, str]:
+        return output_layers(self.teacher, self.source.calibration()[0])
+
+    @property
+    def _is_exact_nearby(self) -> bool:
+        """Whether all attentions give softmax attention's own output where nothing is far."""
+        return all(getattr(mechanism, "combine", None) in ("gate", "mass") for mechanism in self.mechanisms.values())
 
     def _fitted_batch(self) -> Batch:
         """Passages of all lengths, because errors depend on the length, or of one if a mechanism takes no padding."""
@@ -218,6 +235,8 @@ def train(
         run.save_checkpoint(0, {"model.safetensors": weights(work.student)}, keep=2)
     if done == 0:
         after_stage("calibrate")
+        if stages:
+            work.begin()
     first = 0
     for stage in stages:
         last = first + stage.steps

@@ -112,13 +112,15 @@ def _percent(share: float | None) -> str:
 
 def _notes(lines: Sequence[Line]) -> list[str]:
     stages = sorted({_steps(line["linearize"]) for line in lines if "linearize" in line})
-    tokens = sorted({line["linearize"]["tokens"] for line in lines if "linearize" in line})
+    tokens, lengths = (
+        sorted({x["linearize"][name] for x in lines if "linearize" in x}) for name in ("tokens", "length")
+    )
     first = f"Ours: {_listed(lines, 'model')}"
     if stages:
         first += (
-            f", made linear by each method in {_counts(stages)} steps ({_counts(tokens)} tokens of text; a mechanism "
-            "with nothing to align or join has those steps in distillation), then fine-tuned; softmax attention is "
-            "fine-tuned as it is. "
+            f", made linear by each method in {_counts(stages)} steps ({_counts(tokens)} tokens of text, in passages "
+            f"of up to {_counts(lengths)} tokens as in the tasks; a mechanism with nothing to align or join has those "
+            "steps in distillation), then fine-tuned; softmax attention is fine-tuned as it is. "
         )
     else:
         first += ", fine-tuned. "

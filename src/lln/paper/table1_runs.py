@@ -1,8 +1,9 @@
 """`lln reproduce table1`: the paper's table 1 from a pretrained model, made linear by each method and then fine-tuned.
 
-Stage one, for each method: `lln linearize MODEL` with the same number of steps and tokens. Stage two: `lln train glue`
-on each task. Every finished fine-tuning is a line of RESULTS/table1.jsonl, and its folder is removed. Important
-runs come first, so that a reproduction that is stopped has a table already.
+Stage one, for each method: `lln linearize MODEL` with the same number of steps and tokens, on passages of up to as many
+tokens as the tasks have. Stage two: `lln train glue` on each task. Every finished fine-tuning is a line of
+RESULTS/table1.jsonl, and its folder is removed. Important runs come first, so that a reproduction that is stopped has a
+table already.
 """
 
 import shutil
@@ -85,7 +86,7 @@ EIGHT = tuple(task for task in GLUE_TASKS if task != "imdb")
 SEEDS = (0, 1, 2)
 
 # Steps of stage one. Those of a stage in which a mechanism has nothing to train go to the last one.
-STEPS = {"align": 60, "join": 15, "distil": 150}
+STEPS = {"align": 60, "join": 15, "distil": 325}
 BATCH_TOKENS = 2048
 LINEARIZE = (
     *("--tokens", "500000", "--batch-tokens", str(BATCH_TOKENS), "--precision", "bf16"),
@@ -110,6 +111,11 @@ class FineTuning:
     @property
     def name(self) -> str:
         return f"{self.method}-{self.task}-seed{self.seed}"
+
+    @property
+    def length(self) -> int:
+        """Longer examples of the task are cut to so many tokens."""
+        return int(PRETRAINED[self.task].get("max_length", GlueConfig.max_length))
 
 
 def cells() -> list[FineTuning]:
@@ -164,7 +170,7 @@ def reproduce_table_1(
     assert model is not None
     planned = chosen_cells(methods, tasks, seeds)
     place = Place(model, runs / "table1", results / RESULT, data_dir)
-    place.check(dict.fromkeys(cell.method for cell in planned))
+    place.check(planned)
     waiting = [cell for cell in planned if place.line(cell) is None]
     data = find_data(data_dir)
     if data is not None:
@@ -175,9 +181,9 @@ def reproduce_table_1(
     jobs: list[Planned] = []
     costs: dict[str, float] = {}  # in tokens of training
     for cell in waiting:
-        first = f"linear-{cell.method}"
-        if cell.method != "softmax" and first not in costs and not place.is_linearized(cell.method):
-            jobs.append(place.linearizing(cell.method))
+        first = place.linear(cell).name
+        if first not in costs and not place.is_linearized(cell):
+            jobs.append(place.linearizing(cell))
             costs[first] = linearizing_cost()
         jobs.append(place.fine_tuning(cell, after_seed_0=FineTuning(cell.method, cell.task, 0) in planned))
         costs[cell.name] = fine_tuning_cost(cell, tries_rates=cell.seed == 0)
@@ -235,33 +241,42 @@ class Place:
         found = [x for x in self.lines() if (x["method"], x["task"], x["seed"]) == key]
         return found[-1] if found else None
 
-    def check(self, methods: Iterable[str]) -> None:
+    def check(self, planned: Iterable[FineTuning]) -> None:
         """Refuse to mix what was made from another model, or with other budgets, with what is to be run."""
         if others := {line["model"] for line in self.lines()} - {self.model.name}:
             raise ValueError(
                 f"{self.result} holds runs from {', '.join(sorted(others))}, not from {self.model.name}; choose "
                 "another folder, --results"
             )
-        for method in methods:
-            if method != "softmax" and self.is_linearized(method):
-                METHODS[method].check(self.linear(method), self.model, STEPS)
+        for line in self.lines():
+            if "linearize" in line:
+                found = {stage: line["linearize"][f"{stage}_steps"] for stage in STEPS}
+                if found != METHODS[line["method"]].stage_steps(STEPS):
+                    raise ValueError(
+                        f"{self.result} holds a run of {line['method']} that was made linear in other steps ({found}); "
+                        "remove its lines, or choose another folder, --results"
+                    )
+        for cell in {self.linear(cell): cell for cell in planned if cell.method != "softmax"}.values():
+            if self.is_linearized(cell):
+                METHODS[cell.method].check(self.linear(cell), self.model, STEPS)
 
-    def linear(self, method: str) -> Path:
-        return self.runs / f"linear-{method}"
+    def linear(self, cell: FineTuning) -> Path:
+        return self.runs / f"linear-{cell.method}-{cell.length}"
 
-    def is_linearized(self, method: str) -> bool:
-        return method == "softmax" or (self.linear(method) / "work" / SUMMARY).exists()
+    def is_linearized(self, cell: FineTuning) -> bool:
+        return cell.method == "softmax" or (self.linear(cell) / "work" / SUMMARY).exists()
 
-    def linearizing(self, method: str) -> Planned:
-        """Stage one of a method."""
-        folder = self.linear(method)
-        command = ["linearize", str(self.model), *METHODS[method].flags(STEPS), *LINEARIZE]
+    def linearizing(self, cell: FineTuning) -> Planned:
+        """Stage one of a method, for tasks of the length of this one."""
+        folder = self.linear(cell)
+        command = ["linearize", str(self.model), *METHODS[cell.method].flags(STEPS), *LINEARIZE]
+        command += ["--length", str(cell.length)]
         return Planned(
             name=folder.name,
             log=folder.with_suffix(".log"),
             command=lambda: [*command, "--out", str(folder), "--quiet", *self._data()],
-            is_finished=lambda: self.is_linearized(method),
-            record=lambda: f"cosine {self._linearized(method)['cosine']:.4f}",
+            is_finished=lambda: self.is_linearized(cell),
+            record=lambda: f"cosine {self._linearized(cell)['cosine']:.4f}",
         )
 
     def fine_tuning(self, cell: FineTuning, *, after_seed_0: bool) -> Planned:
@@ -269,7 +284,7 @@ class Place:
         folder, first = self.runs / cell.name, FineTuning(cell.method, cell.task, 0)
 
         def command() -> list[str]:
-            start = self.model if cell.method == "softmax" else self.linear(cell.method)
+            start = self.model if cell.method == "softmax" else self.linear(cell)
             known = self.line(first)
             rate = [] if cell.seed == 0 or known is None else ["--learning-rate", repr(known["learning_rate"])]
             flags = ["--task", cell.task, "--seed", str(cell.seed), "--from", str(start), "--preset", "pretrained"]
@@ -277,7 +292,7 @@ class Place:
 
         def is_ready() -> bool:
             waits = cell.seed > 0 and after_seed_0 and self.line(first) is None
-            return self.is_linearized(cell.method) and not waits
+            return self.is_linearized(cell) and not waits
 
         return Planned(
             name=cell.name,
@@ -299,7 +314,7 @@ class Place:
         line |= {name: summary[name] for name in (*kept, "seconds", "parameters") if name in summary}
         line |= {"epochs": PRETRAINED[cell.task]["epochs"], "precision": GlueConfig.PRESETS["pretrained"]["precision"]}
         if cell.method != "softmax":
-            line["linearize"] = self._linearized(cell.method)
+            line["linearize"] = self._linearized(cell)
         line |= {"model": self.model.name, "command": self._plain(origin["command"])}
         line |= {name: origin[name] for name in ("commit", "machine", "threads", "torch")}
         others = [x for x in self.lines() if (x["method"], x["task"], x["seed"]) != (cell.method, cell.task, cell.seed)]
@@ -307,13 +322,17 @@ class Place:
         shutil.rmtree(folder)
         return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None)
 
-    def _linearized(self, method: str) -> dict[str, Any]:
+    def _linearized(self, cell: FineTuning) -> dict[str, Any]:
         """Steps and tokens of stage one, and what was kept of the embeddings of held-out text."""
-        report = read_json(self.linear(method) / "report.json", REMAKE)
+        report = read_json(self.linear(cell) / "report.json", REMAKE)
         settings, kept = report["settings"], list(report["kept"].values())[-1][-1]
         steps = {f"{stage}_steps": settings[f"{stage}_steps"] for stage in STEPS}
         tokens = sum(steps.values()) * settings["batch_tokens"]
-        return steps | {"tokens": tokens} | {x: kept[x] for x in ("cosine", "rank_correlation") if x in kept}
+        return (
+            steps
+            | {"tokens": tokens, "length": settings["length"]}
+            | {x: kept[x] for x in ("cosine", "rank_correlation") if x in kept}
+        )
 
     def _data(self) -> list[str]:
         return [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
