@@ -167,7 +167,8 @@ def near_queries_backward_kernel(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    _place, _pair, tile, batch, head = place_of(tiles, heads)
+    """d_query, and g . out of each token."""
+    _place, pair, tile, batch, head = place_of(tiles, heads)
     row_head = head // groups
     count = count_of(x, batch, tokens)
     first = (tile * BLOCK_N).to(tl.int32)
@@ -176,10 +177,21 @@ def near_queries_backward_kernel(
     rows = rows_of_ranks(x, batch, i, tokens)
     q = load_rows(x.query, batch, head, rows, there, D, BLOCK_D, 0) * scale
     g = load_rows(gradient, batch, head, rows, there, V, BLOCK_V, 0)
-    own_logs, own_dots = load_scale(logs, batch, head, rows, there), load_scale(dots, batch, head, rows, there)
+    own_logs = load_scale(logs, batch, head, rows, there)
     low, high = seen_from(i, count, left, right, size)
     d_q = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     start, end = seen_from_tile(first, count, left, right, size, BLOCK_N)
+    # g . out from the same weights and products as below: where a key has all weight, its gradient cancels exactly.
+    own_dots = tl.zeros((BLOCK_N,), tl.float32)
+    for key_first in range(start, end, BLOCK_M):
+        j = key_first + tl.arange(0, BLOCK_M)
+        key_rows = rows_of_ranks(x, batch, j, tokens)
+        k = load_rows(x.key, batch, row_head, key_rows, j < end, D, BLOCK_D, 0)
+        v = load_rows(x.value, batch, row_head, key_rows, j < end, V, BLOCK_V, 0)
+        allowed = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+        shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
+        own_dots += tl.sum(score_gradients(shares, g, v, own_logs * 0.0, allowed, PRECISION), axis=1)
+    tl.store(dots + pair * tokens + rows, own_dots, mask=there)
     for key_first in range(start, end, BLOCK_M):
         j = key_first + tl.arange(0, BLOCK_M)
         key_rows = rows_of_ranks(x, batch, j, tokens)
@@ -222,7 +234,7 @@ def near_keys_backward_kernel(
     j = first + tl.arange(0, BLOCK_M)
     there = j < count
     rows = rows_of_ranks(x, batch, j, tokens)
-    k = load_rows(x.key, batch, row_head, rows, there, D, BLOCK_D, 0) * scale
+    k = load_rows(x.key, batch, row_head, rows, there, D, BLOCK_D, 0)
     v = load_rows(x.value, batch, row_head, rows, there, V, BLOCK_V, 0)
     low, high = seen_from(j, count, right, left, size)
     d_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -233,7 +245,8 @@ def near_keys_backward_kernel(
         for query_first in range(start, end, BLOCK_N):
             i = query_first + tl.arange(0, BLOCK_N)
             query_rows = rows_of_ranks(x, batch, i, tokens)
-            q = load_rows(x.query, batch, head, query_rows, i < end, D, BLOCK_D, 0)
+            # Scaled as in `near_kernel`: a score that is rounded otherwise would not fit its logsumexp.
+            q = load_rows(x.query, batch, head, query_rows, i < end, D, BLOCK_D, 0) * scale
             g = load_rows(gradient, batch, head, query_rows, i < end, V, BLOCK_V, 0)
             own_logs = load_scale(logs, batch, head, query_rows, i < end)
             own_dots = load_scale(dots, batch, head, query_rows, i < end)
@@ -241,5 +254,5 @@ def near_keys_backward_kernel(
             shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
             d_v = dot(tl.trans(shares), g, d_v, PRECISION)
             d_k = dot(tl.trans(score_gradients(shares, g, v, own_dots, allowed, PRECISION)), q, d_k, PRECISION)
-    store_rows(d_key, batch, row_head, rows, j < tokens, d_k * scale, D, BLOCK_D, 0)
+    store_rows(d_key, batch, row_head, rows, j < tokens, d_k, D, BLOCK_D, 0)
     store_rows(d_value, batch, row_head, rows, j < tokens, d_v, V, BLOCK_V, 0)
