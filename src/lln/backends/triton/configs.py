@@ -109,6 +109,8 @@ def _config_of(kernel: str, block_d: int, block_v: int, *, is_float32: bool) -> 
         return Config(16, 8, 1)
     if kernel in NEAR and wide == 128 and not is_float32:
         return Config(16, 4, 1 if kernel == "near_keys_backward_kernel" else 2)
+    if kernel in NEAR and wide > 128 and kernel != "near_kernel":
+        return Config(16, 8, 1)  # what is loaded ahead would spill
     if kernel in NEAR or kernel in ("finish_keys_kernel", "queries_backward_kernel"):
         tile = max(16, tile // 2)
     return Config(tile, 8 if kernel in HEAVY or wide > 64 else 4, 2)
