@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -38,3 +39,10 @@ def test_doctor_says_why_there_is_no_fused_code(monkeypatch) -> None:
 
     monkeypatch.setattr(lln.doctor, "load", fail)
     assert dict(lln.doctor.describe())["fused C code"] == "no, no C compiler found"
+
+
+@pytest.mark.parametrize("reason", [None, "triton is too old"])
+def test_doctor_says_that_kernels_for_gpus_were_not_timed(monkeypatch, reason) -> None:
+    monkeypatch.setattr(lln.doctor, "missing_reason", lambda: reason)
+    shown = dict(lln.doctor.describe())["kernels for GPUs"]
+    assert "not timed" in shown if reason is None else shown == f"no, {reason}"

@@ -11,6 +11,7 @@ from helpers import (
     assert_low_precision,
     causal_or_full,
     compare,
+    compare_call,
     half_dtypes,
     in_dtype,
     only_cpu,
@@ -145,3 +146,12 @@ def test_block_of_any_size_with_softmax_as_the_limit(tokens, backend, wide):
             sdpa = torch.nn.functional.scaled_dot_product_attention
             assert_as_exact(got, sdpa(*(x.double() for x in inputs), is_causal=is_causal))
     assert_as_exact(lln.block_diagonal_attention(*inputs, block_size=1), inputs[2])
+
+
+@causal_or_full
+@pytest.mark.parametrize("near", ["blocks", "window"])
+def test_gradients_beside_a_large_key(tokens, backend, near, is_causal):
+    """It has all of a token's weight or none: what is rounded of its score must not show in the way back."""
+    inputs = tokens(B=1, H=2, Hk=1, N=40, D=24, dtype=torch.float32)
+    inputs[1][:, :, 7] *= 3e4
+    compare_call("block_diagonal_attention", inputs, block_size=16, near=near, is_causal=is_causal)

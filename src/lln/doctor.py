@@ -8,9 +8,11 @@ import torch
 
 from lln.backends import explain
 from lln.backends.cpu.build import BuildError, choose_flavour, load
+from lln.backends.triton import missing_reason
 from lln.provenance import commit, processor
 
 PACKAGES = ("lln-attention", "torch", "transformers", "triton", "numpy", "scipy")
+NOT_TIMED = "compiled and checked in an interpreter, not timed; docs/gpu.md says how to time them"
 VARIABLES = ("LLN_BACKEND", "LLN_CACHE", "LLN_DATA", "OMP_NUM_THREADS", "CC")
 
 
@@ -30,6 +32,7 @@ def describe() -> list[tuple[str, str]]:
         ("threads of torch", str(torch.get_num_threads())),
         ("instruction set", choose_flavour()),
         ("fused C code", _fused()),
+        ("kernels for GPUs", f"no, {reason}" if (reason := missing_reason()) else NOT_TIMED),
     ]
     for device in devices:
         if device == "cuda":

@@ -107,3 +107,33 @@ def test_the_fastest_number_of_stages_is_kept_for_other_processes(gpu, monkeypat
         tuning._known.cache_clear()
     assert sorted(measured) == [1, 2, 3]
     assert list(json.loads((tmp_path / tuning.FILE).read_text()).values()) == [3]
+
+
+def test_a_kernel_runs_on_the_gpu_of_its_tensors(gpu, monkeypatch):
+    """Triton launches on the current GPU, which may be another one than that of the tensors."""
+    from lln.backends.triton import tuning
+
+    entered = []
+
+    class Guard:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __enter__(self):
+            entered.append(self.tensor)
+
+        def __exit__(self, *_):
+            entered.clear()
+
+    class Kernel:
+        arg_names = ()
+
+        def __getitem__(self, grid):
+            return lambda query, **_: ran.append(list(entered) == [query])
+
+    ran = []
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    monkeypatch.setattr(tuning, "kernels", lambda: {"recall_kernel": Kernel()})
+    tuning.run("recall_kernel", (1,), (64, 64), torch.float16, {"query": torch.zeros(1)})
+    assert ran == [True]
+    assert not entered

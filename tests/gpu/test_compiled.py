@@ -1,6 +1,8 @@
 """The kernels compiled ahead of time, without a GPU: nothing spills, all fits, and the bounds that are promised."""
 
+import math
 import os
+import re
 from itertools import combinations
 
 import pytest
@@ -11,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from lln.backends.triton.tuning import kernels, tensors_of
 from lln.bench.kernel_calls import CASES, all_calls, record_calls
-from lln.bench.kernels import GPUS, _choices, all_variants, bound_of, compile_variant, cover, variants_of
+from lln.bench.kernels import GPUS, _choices, all_variants, bound_of, build, compile_variant, cover, variants_of
 
 pytestmark = pytest.mark.compiled
 
@@ -94,6 +96,47 @@ def test_keys_of_all_forms_have_gradients(case):
     """In the interpreter all types fit each other; these kernels have the most that depends on options."""
     variants = [x for x in first_stages("float16", 64, 64, (case,)) if x.kernel == "keys_backward_kernel"]
     assert not [x.problem for x in (compile_variant(x, "sm_80") for x in variants) if x.problem is not None]
+
+
+def accesses(ir):
+    """Loads, stores and barriers of a kernel in Triton's own code, in order: kind, argument of the kernel, and type."""
+    roots = {name: name for name in re.findall(r"(%[\w.]+): !tt\.ptr", ir.partition("tt.func")[2].partition("{\n")[0])}
+    for line in ir.splitlines():
+        if "ttg.barrier" in line:
+            yield "barrier", None, None
+            continue
+        for name, start in re.findall(r"(%[\w.]+) = (%[\w.#]+)", line):  # what a loop begins with
+            roots |= {name: roots[start]} if start in roots else {}
+        made = re.match(r"\s*(%[\w.]+)(?::\d+)? = ([\w.]+) (.*?)(?: loc\(.*)?$", line)
+        given = re.findall(r"%[\w.#]+", made[3] if made else line)
+        if given and given[0] in roots:
+            kind = made[2] if made else line.split()[0]
+            if kind in ("tt.load", "tt.store"):
+                yield kind, roots[given[0]], line.partition(" : ")[2].partition(" loc(")[0]
+            elif made and "tt.ptr" in made[3]:
+                roots[made[1]] = roots[given[0]]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float16", 16), ("float16", 64), ("float32", 64)])
+def test_no_thread_overwrites_what_another_has_yet_to_read(width, dtype):
+    """What a program reads and then writes: all threads meet in between, or each number belongs to one thread."""
+    both = set()
+    for variant in first_stages(dtype, width, width, CASES[-1:]):
+        loads = []
+        for kind, argument, type_ in accesses(build(variant, "sm_80").asm["ttgir"]):
+            if kind == "barrier":
+                loads = []
+            elif kind == "tt.load":
+                loads.append((argument, type_))
+            else:
+                # A program never reads the slot of the ring that it writes.
+                for read in [x for x in loads if x[0] == argument and not argument.startswith("%recent")]:
+                    both.add(variant.kernel)
+                    sizes = re.search(r"tensor<([\dx]+)x!", type_)
+                    elements = math.prod(map(int, sizes[1].split("x"))) if sizes else 1
+                    assert read[1] == type_, (variant, read)
+                    assert elements >= 32 * variant.warps, (variant, read)
+    assert both == {"step_kernel", "causal_queries_backward_kernel", "causal_keys_backward_kernel"}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

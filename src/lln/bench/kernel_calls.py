@@ -91,7 +91,7 @@ def record_near(x: Tokens, *, padded: bool, is_window: bool, is_causal: bool) ->
     with tuning.recording() as forward_calls:
         output, logs = near_forward(*x, keep, BLOCK, **options)
     with tuning.recording() as backward_calls:
-        near_backward(torch.empty_like(output), *x, keep, output, logs, BLOCK, **options)
+        near_backward(torch.empty_like(output), *x, keep, logs, BLOCK, **options)
     return forward_calls, backward_calls
 
 

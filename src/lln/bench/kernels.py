@@ -167,7 +167,8 @@ def _signature(argument: Argument) -> Any:
     return argument[0](*map(_signature, argument[1])) if len(argument) == 2 else argument[0]
 
 
-def compile_variant(variant: Variant, arch: str) -> Compiled:
+def build(variant: Variant, arch: str) -> Any:
+    """What Triton makes of a variant, with all stages of the compiler."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
     from triton.backends.compiler import GPUTarget
@@ -184,7 +185,11 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
         attrs={place: [["tt.divisibility", 16]] for place, (_, _, is_aligned) in parts if is_aligned},
     )
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers}
-    done = triton.compile(source, target=GPUTarget("cuda", GPUS[arch].capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", GPUS[arch].capability, 32), options=options)
+
+
+def compile_variant(variant: Variant, arch: str) -> Compiled:
+    done = build(variant, arch)
     return Compiled(variant, arch, *_usage(done.asm["cubin"]), done.metadata.shared)
 
 
@@ -235,7 +240,7 @@ def operations_of(call: Any, tokens: int, heads: int) -> float:
         "causal_queries_backward_kernel": (2 * pair + chunk) / blocks,
         "causal_keys_backward_kernel": (2 * pair + chunk) / blocks,
         "near_kernel": near,
-        "near_queries_backward_kernel": 1.5 * near,
+        "near_queries_backward_kernel": 2.5 * near,
         "near_keys_backward_kernel": 2 * near,
     }
     return float(each.get(call.kernel, 0) * rows)
@@ -309,9 +314,9 @@ def _compiled_in(argument: Argument, place: tuple[int, ...]) -> Iterator[Any]:
 
 
 def widest(dtype: str) -> int:
-    from lln.backends.triton.configs import WIDEST
+    from lln.backends.triton.configs import WIDEST, kind_of
 
-    return WIDEST["float32" if dtype == "float32" else "half"]
+    return WIDEST[kind_of(is_float32=dtype == "float32")]
 
 
 def compile_all(jobs: Sequence[tuple[Variant, str]], workers: int = 1) -> Iterator[Compiled]:
@@ -324,9 +329,9 @@ def compile_all(jobs: Sequence[tuple[Variant, str]], workers: int = 1) -> Iterat
             yield done.result()
 
 
-def bound_rows(gpu: Gpu, *, dtype: str, head_dim: int, heads: int) -> list[dict[str, Any]]:
+def bound_rows(arch: str, *, dtype: str, head_dim: int, heads: int) -> list[dict[str, Any]]:
     """The bounds of attention at the lengths of the paper's table 2: of a forward pass, and of all passes."""
-    rows = []
+    gpu, rows = GPUS[arch], []
     for tokens in LENGTHS:
         passes = record_calls(tokens, dtype=dtype, head_dim=head_dim, heads=heads)
         options: dict[str, Any] = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
@@ -336,7 +341,8 @@ def bound_rows(gpu: Gpu, *, dtype: str, head_dim: int, heads: int) -> list[dict[
         near = [bounds[name].seconds for name in ("blocks forward", "blocks backward") if name in bounds]
         rows.append(
             {
-                "tokens": tokens,
+                "gpu": gpu.name,
+                **options,
                 "bytes": forward.bytes,
                 "operations": forward.operations,
                 "seconds": forward.seconds,

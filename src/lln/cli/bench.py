@@ -6,6 +6,7 @@ Every command measures, prints tables, and writes a result file if asked.
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 from lln.cli.measurements import finish, measure_rows, start_recording, warn_of_noise
 from lln.cli.options import Json, Options, Seed, names, numbers
 from lln.tasks.config import parse_options
-from lln.terminal import Progress, errors, print_table
+from lln.terminal import Progress, errors, print_table, print_tables
 
 if TYPE_CHECKING:
     from lln.report.table import Table
@@ -200,9 +201,10 @@ def kernels(
     Of all variants so many are compiled that any two options occur together, which takes some minutes.
     """
     from lln.backends.triton import missing_reason
+    from lln.bench.candidates import DTYPES
     from lln.bench.kernels import GPUS, WIDTHS, all_variants, bound_rows, compile_all, cover, widest
     from lln.paper.table2 import PUBLISHED_SECONDS
-    from lln.report.kernels import bounds_table, kernels_tables
+    from lln.report.kernels import bounds_tables, kernels_tables
 
     dtypes = ("float16", "bfloat16", "float32")
     archs, chosen = names("--arch", arch, tuple(GPUS)), names("--dtype", dtype, dtypes)
@@ -221,20 +223,20 @@ def kernels(
     variants = all_variants(chosen, WIDTHS if head_dim is None else [(head_dim, head_dim)])
     jobs = [(variant, one) for one in archs for variant in variants] if every else cover(variants, archs)
     settings = {"archs": list(archs), "dtypes": list(chosen), "head_dim": head_dim or "16 to 256"}
-    settings |= {"variants": len(variants), "every": every}
+    settings |= {"variants": len(variants), "every": every, "triton": version("triton")}
     recording = start_recording(context, out, "kernels", settings, 0, True, None)
+    bounds = start_recording(context, out, "bounds", {}, 0, True, None)
+    kinds = {DTYPES[kind].itemsize: kind for kind in reversed(chosen)}.values()  # a bound depends on the size alone
+    for one in archs:
+        for kind in kinds:
+            if (width := head_dim or 64) <= widest(kind):
+                bounds.rows += bound_rows(one, dtype=kind, heads=12, head_dim=width)
+    print_tables(bounds_tables(bounds.result, PUBLISHED_SECONDS), as_json=json)
+    bounds.write()
     with Progress("compile", len(jobs)) as bar:
         for done in compile_all(jobs, workers or os.cpu_count() or 1):
             recording.add(done.row)
             bar.advance()
-    for one in archs:
-        for kind in chosen:
-            sizes = {"heads": 12, "head_dim": head_dim or 64}
-            if sizes["head_dim"] <= widest(kind):
-                title = f"Bounds on {GPUS[one].name}: batch 1, 12 heads of {sizes['head_dim']}, {kind}"
-                print_table(
-                    bounds_table(bound_rows(GPUS[one], dtype=kind, **sizes), PUBLISHED_SECONDS, title), as_json=json
-                )
     finish(recording, kernels_tables, None, json)
     if any(row["problem"] is not None for row in recording.rows):
         raise typer.Exit(1)

@@ -20,6 +20,7 @@ PAGES = (
     "speed.md",
     "speed-tables.md",
     "developers.md",
+    "gpu.md",
     "long-range-arena.md",
     "zoo.md",
     "linearize.md",
@@ -85,6 +86,7 @@ def parts(results: Path) -> dict[str, Callable[[str], str]]:
         "speed": lambda file: speed.make(results),
         "summary": lambda file: speed.summary(results),
         "goals": lambda file: speed.goals(results),
+        "kernels": lambda file: speed.kernels(results),
         "headline": lambda file: headline.make(results).markdown(),
         "zoo": lambda file: zoo_table.markdown(),
     }

@@ -28,7 +28,7 @@ def start_recording(
     """The recording of a measurement, which continues the one in `out` unless it is to begin anew."""
     from lln.bench.recording import Recording
 
-    command = bench_command(context, "out", "json", "fresh", "goals")
+    command = bench_command(context, "out", "json", "fresh", "goals", "workers")
     return Recording(out, run, command=command, settings=settings, seed=seed, kernel=kernel, fresh=fresh)
 
 

@@ -1,10 +1,12 @@
-"""Measurements of speed in the documentation: a summary, all tables, and the goals of development."""
+"""Measurements of speed in the documentation: a summary, all tables, and the goals of development; and what is known
+of GPUs without one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lln.paper import table2
 from lln.report.goals import ATTENTION_GOALS, DECODE_GOALS, check, goals_table
+from lln.report.kernels import bounds_tables, kernels_tables
 from lln.report.speed import attention_tables, decode_tables, ratio_tables, short
 from lln.report.speed_styles import attention_label
 from lln.report.table import Table
@@ -48,6 +50,17 @@ def goals(results: Path, file: str = "") -> str:
     for name, result in _read(results, "spine").items():
         sections.append(_section(f"Ratios: {name}", result, ratio_tables(result)))
     return "\n".join(sections) or NOTHING
+
+
+def kernels(results: Path, file: str = "") -> str:
+    """Kernels for GPUs as they are compiled, and bounds of their time."""
+    found = _read(results, "kernels")
+    if not {"kernels", "bounds"} <= set(found):
+        return "Nothing has been compiled yet.\n"
+    tables = bounds_tables(found["bounds"], table2.PUBLISHED_SECONDS) + kernels_tables(found["kernels"])
+    origin, settings = found["kernels"].origin, found["kernels"].settings
+    head = f"`{origin['command']}`, commit {origin['commit']}, Triton {settings['triton']}, without a GPU.\n"
+    return "\n".join([head, *(table.markdown() for table in tables)])
 
 
 def summary(results: Path, file: str = "") -> str:

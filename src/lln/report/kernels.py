@@ -38,12 +38,25 @@ def _range(numbers: Any) -> str:
     return str(ordered[0]) if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
 
 
-def bounds_table(rows: Sequence[Row], published: Mapping[str, Sequence[float | None]], title: str) -> Table:
-    """The rows of `lln.bench.kernels.bound_rows` beside the `published` seconds of a training step."""
+def bounds_tables(result: Result, published: Mapping[str, Sequence[float | None]]) -> list[Table]:
+    """The bounds of each GPU and dtype beside the `published` seconds of a training step."""
     header = ["tokens", "MB", "GFLOP", "bound (µs)", "of one read and write"]
     header += ["LLN, 12 layers, bound (ms)", "LLN, published step (s)"]
     header += ["LLN+Diag, 12 layers, bound (ms)", "LLN+Diag, published step (s)"]
-    lines = [
+    notes = [
+        NOT_TIMED,
+        "First columns: LLN forward of one layer. 12 layers: forward and backward of the attention alone; a published "
+        "step is the training step of all of RoBERTa-base on an A100, with all that is not attention.",
+    ]
+    groups: dict[str, list[Row]] = {}
+    for row in result.rows:
+        sizes = f"batch 1, {row['heads']} heads of {row['head_dim']}, {row['dtype']}"
+        groups.setdefault(f"Bounds on {row['gpu']}: {sizes}", []).append(row)
+    return [Table(title, header, _bound_lines(rows, published), notes) for title, rows in groups.items()]
+
+
+def _bound_lines(rows: Sequence[Row], published: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
+    return [
         [
             f"{row['tokens']:,}",
             f"{row['bytes'] / 1e6:.1f}",
@@ -52,14 +65,8 @@ def bounds_table(rows: Sequence[Row], published: Mapping[str, Sequence[float | N
             f"{row['of_once']:.2f}",
             f"{row['lln_seconds'] * 1e3:.2f}",
             str(published["lln"][place]),
-            "" if row["lln_diag_seconds"] is None else f"{row['lln_diag_seconds'] * 1e3:.2f}",
+            "-" if row["lln_diag_seconds"] is None else f"{row['lln_diag_seconds'] * 1e3:.2f}",
             str(published["lln_diag"][place]),
         ]
         for place, row in enumerate(rows)
     ]
-    notes = [
-        NOT_TIMED,
-        "First columns: LLN forward of one layer. 12 layers: forward and backward of the attention alone; a published "
-        "step is the training step of all of RoBERTa-base on an A100, with all that is not attention.",
-    ]
-    return Table(title, header, lines, notes)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lln.backends.base import Backend, transformed_reason
 from lln.backends.torch.advance import centered_recurrence
-from lln.backends.triton.configs import WIDEST, WIDEST_CAUSAL, WIDEST_NEAR
+from lln.backends.triton.configs import WIDEST, WIDEST_CAUSAL, WIDEST_NEAR, kind_of
 from lln.forms import centered, sample_centers
 from lln.problem import Problem
 from lln.recurrence import Advance, Recurrence
@@ -104,7 +104,7 @@ def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
         return f"device is {query.device.type}"
     if query.dtype not in DTYPES:
         return f"dtype is {str(query.dtype).removeprefix('torch.')}"
-    widest = WIDEST["float32" if query.dtype == torch.float32 else "half"]
+    widest = WIDEST[kind_of(is_float32=query.dtype == torch.float32)]
     for name, width in (("head dimension", query.shape[3]), ("value width", value.shape[3])):
         if width > widest:
             return f"{name} {width} is larger than {widest}"

@@ -131,9 +131,9 @@ class Launcher:
         self.precision = precision_of(query.dtype)
 
     def __call__(self, kernel: str, *grid: int, needs: str = "", **arguments: Any) -> None:
-        """`needs` names the sizes that a kernel takes."""
+        """`needs` names the sizes that a kernel takes; those that are among the arguments are taken from there."""
         sizes = {name: self.sizes[name] for name in needs.split()}
-        launch(kernel, grid, widths=self.widths, dtype=self.dtype, **sizes, **arguments)
+        launch(kernel, grid, widths=self.widths, dtype=self.dtype, **(sizes | arguments))
 
     def split(self, tokens: int) -> tuple[int, int]:
         return configs.split_of(tokens, is_float32=self.dtype == torch.float32)

@@ -156,14 +156,20 @@ def _full_backward(
         BLOCK_F=features,
     )
     both = into.of_keys(wanted)
-    key_parts = [both]
-    if run.sizes["BLOCK_D"] > configs.WIDEST_KEYS_BACKWARD:
+    key_parts, block_v = [both], run.sizes["BLOCK_V"]
+    is_float32 = query.dtype == torch.float32
+    if run.sizes["BLOCK_D"] > configs.WIDEST_KEYS_BACKWARD[configs.kind_of(is_float32=is_float32)]:
         key_parts = [both._replace(value=None), KeyGradients(None, both.value, None, None, None, None)]
+    if is_float32:
+        narrow = configs.value_block(run.sizes["BLOCK_D"], run.value_width, configs.FLOAT32_KEYS_BACKWARD_ENTRIES)
+        block_v = min(block_v, narrow)
     for key_part in key_parts:
         run(
             "keys_backward_kernel",
             batch * key.shape[1] * tiles,
             needs=ALL,
+            BLOCK_V=block_v,
+            VALUE_BLOCKS=run.value_width // block_v,
             **_key_arguments(inputs, form, tiles),
             value=rows_of(inputs.value),
             into=key_part,

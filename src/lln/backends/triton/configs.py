@@ -11,11 +11,12 @@ from typing import NamedTuple
 SUM_ENTRIES = 8192
 FLOAT32_SUM_ENTRIES = 4096
 CAUSAL_SUM_ENTRIES = 1024
+FLOAT32_KEYS_BACKWARD_ENTRIES = 2048  # more would spill: each factor of a product is three numbers
 # Causal kernels, and those of neighbours, hold more of a token in registers: wider heads would spill.
 WIDEST_CAUSAL, WIDEST_NEAR = 64, 128
 # Gradients of wider keys and of their values, or of queries and of the mean values, are two launches: both do not fit
 # into the registers of one program.
-WIDEST_KEYS_BACKWARD, WIDEST_QUERIES_BACKWARD = 128, 64
+WIDEST_KEYS_BACKWARD, WIDEST_QUERIES_BACKWARD = {"float32": 64, "half": 128}, 64
 # Splits of a sequence, of which each has a summary: so many at least, each of at least so many tokens, and more of them
 # in sequences longer than so many tokens each. Few leave multiprocessors idle where samples and heads are few, and
 # summaries of many take bytes; with these the bound of `lln bench kernels` for 12 heads is lowest, or near it, at all
@@ -65,6 +66,10 @@ class Config(NamedTuple):
     registers: int | None = None
 
 
+def kind_of(*, is_float32: bool) -> str:
+    return "float32" if is_float32 else "half"
+
+
 def power_of_two(width: int) -> int:
     """The padded width."""
     return max(NARROWEST, 1 << (width - 1).bit_length())
@@ -77,7 +82,7 @@ def value_block(block_d: int, width: int, entries: int = SUM_ENTRIES) -> int:
 
 def split_of(tokens: int, *, is_float32: bool) -> tuple[int, int]:
     """The number of splits of a sequence, and the tokens of each. It depends on the length and the dtype alone."""
-    kind = "float32" if is_float32 else "half"
+    kind = kind_of(is_float32=is_float32)
     number = min(max(LEAST_SPLITS[kind], -(-tokens // SPLIT_TOKENS[kind])), MOST_SPLITS)
     size = max(SMALLEST_SPLIT, -(-tokens // (number * ALIGNMENT)) * ALIGNMENT)
     return -(-tokens // size), size
@@ -104,6 +109,8 @@ def _config_of(kernel: str, block_d: int, block_v: int, *, is_float32: bool) -> 
         return Config(16, 8, 1)
     if kernel in NEAR and wide == 128 and not is_float32:
         return Config(16, 4, 1 if kernel == "near_keys_backward_kernel" else 2)
+    if kernel in NEAR and wide > 128 and kernel != "near_kernel":
+        return Config(16, 8, 1)  # what is loaded ahead would spill
     if kernel in NEAR or kernel in ("finish_keys_kernel", "queries_backward_kernel"):
         tile = max(16, tile // 2)
     return Config(tile, 8 if kernel in HEAVY or wide > 64 else 4, 2)

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from lln.backends.base import empty_rows
 from lln.backends.triton.arguments import Arguments, Launcher, contiguous_features, new_floats, rows_of, scale_of
-from lln.backends.triton.backward import row_dots
 from lln.backends.triton.kernels.near import Tokens
 from lln.masks import front_order
 
@@ -71,7 +70,6 @@ def near_backward(
     key: Tensor,
     value: Tensor,
     keep: Tensor | None,
-    output: Tensor,
     logs: Tensor,
     block_size: int,
     *,
@@ -86,13 +84,14 @@ def near_backward(
         **_arguments(run, query, key, value, keep, block_size, is_window=is_window, is_causal=is_causal),
         "gradient": rows_of(gradient),
         "logs": scale_of(logs),
-        "dots": scale_of(row_dots(run, gradient, output)),
     }
+    dots = torch.empty_like(logs)
     tiles = run.tiles("near_queries_backward_kernel", query.shape[2])
     run(
         "near_queries_backward_kernel",
         query.shape[0] * query.shape[1] * tiles,
         **arguments,
+        dots=dots,
         d_query=rows_of(d_query),
         heads=query.shape[1],
         tiles=tiles,
@@ -102,6 +101,7 @@ def near_backward(
         "near_keys_backward_kernel",
         query.shape[0] * key.shape[1] * tiles,
         **arguments,
+        dots=scale_of(dots),
         d_key=rows_of(d_key),
         d_value=rows_of(d_value),
         key_heads=key.shape[1],

@@ -199,13 +199,12 @@ def near_backward_op(
     key: Tensor,
     value: Tensor,
     keep: Tensor | None,
-    output: Tensor,
     logs: Tensor,
     block_size: int,
     is_window: bool,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = (gradient, query, key, value, keep, output, logs)
+    tensors = (gradient, query, key, value, keep, logs)
     return near.near_backward(*tensors, block_size, is_window=is_window, is_causal=is_causal)
 
 
@@ -216,7 +215,6 @@ def _(
     key: Tensor,
     value: Tensor,
     keep: Tensor | None,
-    output: Tensor,
     logs: Tensor,
     block_size: int,
     is_window: bool,
@@ -227,12 +225,12 @@ def _(
 
 def _keep_near(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, keep, *options = inputs
-    ctx.save_for_backward(query, key, value, keep, *output)
+    ctx.save_for_backward(query, key, value, keep, output[1])
     ctx.options = options  # type: ignore[attr-defined]
 
 
 def _near_backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, output, logs = ctx.saved_tensors  # once: activation checkpointing forgets them then
+    *tensors, logs = ctx.saved_tensors  # once: activation checkpointing forgets them then
     block_size, is_window, is_causal = ctx.options
     needed = [*ctx.needs_input_grad[:3]]
     if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(gradient)):
@@ -241,7 +239,7 @@ def _near_backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor
         wanted = [*needed, *[False] * 7]
         found = plain_gradients(gradient, inputs, wanted, far=False, is_causal=is_causal, **options)[:3]
     else:
-        found = near_backward_op(gradient, *tensors, output, logs, block_size, is_window, is_causal)
+        found = near_backward_op(gradient, *tensors, logs, block_size, is_window, is_causal)
     return (*(x if is_needed else None for x, is_needed in zip(found, needed, strict=True)), None, None, None, None)
 
 

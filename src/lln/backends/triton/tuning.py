@@ -86,8 +86,10 @@ def run(
         return
     options = {"num_warps": call.config().warps, "maxnreg": call.config().registers}
     function = functools.partial(kernels()[kernel][grid], **arguments, **call.tiles(), **options)
-    device = next(x.device for x in tensors_of(arguments).values())
-    function(num_stages=call.config().stages if device.type == "cpu" else fastest_stages(call, device, function))
+    tensor = next(iter(tensors_of(arguments).values()))
+    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]  # Triton launches on the current GPU
+        is_cpu = tensor.device.type == "cpu"
+        function(num_stages=call.config().stages if is_cpu else fastest_stages(call, tensor.device, function))
 
 
 def fastest_stages(call: Call, device: torch.device, function: Callable[..., Any]) -> int:

@@ -29,6 +29,12 @@ REACH = tl.constexpr(30.0)
 
 
 @triton.jit
+def unknown(number, tokens):
+    """A constant that the compiler cannot know: it would unroll loops that are rare."""
+    return tl.minimum(tokens, 0) + number
+
+
+@triton.jit
 def column_of(x, feature, BLOCK_D: tl.constexpr):
     """One column of a tile."""
     return tl.sum(tl.where((tl.arange(0, BLOCK_D) == feature)[None, :], x, 0.0), axis=1)
@@ -135,7 +141,7 @@ def causal_kernel(
     features = tl.arange(0, BLOCK_D)
     top, mass, total = load_summary(starts, place, value_first, BLOCK_D, BLOCK_V, VALUE_BLOCKS * BLOCK_V)
     local = tl.arange(0, BLOCK_N)
-    all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
+    all_features = unknown(D, tokens)
     ones = tl.full((BLOCK_N,), 1.0, tl.float32)
     for first in range(start, end, BLOCK_N):
         rows = first + local

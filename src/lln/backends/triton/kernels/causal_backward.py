@@ -13,7 +13,7 @@ directions inside a chunk it is as in `causal`. A launch has a block of values, 
 import triton
 import triton.language as tl
 
-from lln.backends.triton.kernels.causal import REACH, column_of, first_seen, load_keys, place_in_split
+from lln.backends.triton.kernels.causal import REACH, column_of, first_seen, load_keys, place_in_split, unknown
 from lln.backends.triton.kernels.common import (
     ABSENT,
     dot,
@@ -75,7 +75,7 @@ def causal_queries_backward_kernel(
     features = tl.arange(0, BLOCK_D)
     top, mass, total = load_summary(starts, place, value_first, BLOCK_D, BLOCK_V, VALUE_BLOCKS * BLOCK_V)
     local = tl.arange(0, BLOCK_N)
-    all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
+    all_features = unknown(D, tokens)
     ones = tl.full((BLOCK_N,), 1.0, tl.float32)
     for first in range(start, end, BLOCK_N):
         rows = first + local
@@ -143,7 +143,7 @@ def causal_keys_backward_kernel(
     # The summary of all queries after the split: c in place of b, g of values, and r as what they add to the weights.
     top, mass, total = load_summary(starts, place, value_first, BLOCK_D, BLOCK_V, VALUE_BLOCKS * BLOCK_V)
     local = tl.arange(0, BLOCK_N)
-    all_features = tl.minimum(tokens, 0) + D  # D, which the compiler cannot know: it would unroll loops that are rare
+    all_features = unknown(D, tokens)
     chunks = tl.cdiv(end - start, BLOCK_N)
     for step in range(chunks):
         first = start + (chunks - 1 - step) * BLOCK_N

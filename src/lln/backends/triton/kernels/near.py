@@ -71,6 +71,42 @@ def seen_from_tile(first, count, left, right, size, TILE: tl.constexpr):
     return start, tl.where(first < count, end, start)
 
 
+@triton.jit
+def ranks_of_tile(x, batch, tile, tokens, left, right, size, TILE: tl.constexpr):
+    """The ranks of a tile, which of them are kept tokens, their rows, the ranks that each of them sees, and those that
+    any of them sees."""
+    count = count_of(x, batch, tokens)
+    first = (tile * TILE).to(tl.int32)
+    i = first + tl.arange(0, TILE)
+    low, high = seen_from(i, count, left, right, size)
+    start, end = seen_from_tile(first, count, left, right, size, TILE)
+    return i, i < count, rows_of_ranks(x, batch, i, tokens), low, high, start, end
+
+
+@triton.jit
+def load_keys(
+    x,
+    batch,
+    head,
+    first,
+    end,
+    low,
+    high,
+    tokens,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The keys and values of some ranks, and which queries see them: those with ranks from `low` to `high`."""
+    j = first + tl.arange(0, BLOCK_M)
+    rows = rows_of_ranks(x, batch, j, tokens)
+    k = load_rows(x.key, batch, head, rows, j < end, D, BLOCK_D, 0)
+    v = load_rows(x.value, batch, head, rows, j < end, V, BLOCK_V, 0)
+    return k, v, (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def near_kernel(
     x,
@@ -95,24 +131,16 @@ def near_kernel(
     """The output, and the logsumexp of the scores of each token."""
     _place, pair, tile, batch, head = place_of(tiles, heads)
     row_head = head // groups
-    count = count_of(x, batch, tokens)
-    first = (tile * BLOCK_N).to(tl.int32)
-    i = first + tl.arange(0, BLOCK_N)
-    there = i < count
-    rows = rows_of_ranks(x, batch, i, tokens)
+    i, there, rows, low, high, start, end = ranks_of_tile(x, batch, tile, tokens, left, right, size, BLOCK_N)
     q = load_rows(x.query, batch, head, rows, there, D, BLOCK_D, 0) * scale
-    low, high = seen_from(i, count, left, right, size)
     top = tl.full((BLOCK_N,), ABSENT, tl.float32)
     weight = tl.zeros((BLOCK_N,), tl.float32)
     total = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     odd = tl.zeros((BLOCK_N,), tl.float32)
-    start, end = seen_from_tile(first, count, left, right, size, BLOCK_N)
     for key_first in range(start, end, BLOCK_M):
-        j = key_first + tl.arange(0, BLOCK_M)
-        key_rows = rows_of_ranks(x, batch, j, tokens)
-        k = load_rows(x.key, batch, row_head, key_rows, j < end, D, BLOCK_D, 0)
-        v = load_rows(x.value, batch, row_head, key_rows, j < end, V, BLOCK_V, 0)
-        allowed = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+        k, v, allowed = load_keys(
+            x, batch, row_head, key_first, end, low, high, tokens, D, V, BLOCK_D, BLOCK_V, BLOCK_M
+        )
         # A value that is not seen weighs 0, yet 0 times NaN is NaN.
         odd_value = tl.max(tl.where(tl.abs(v) <= LARGEST, 0.0, 1.0), axis=1)
         v = tl.where((odd_value > 0.0)[:, None], 0.0, v)
@@ -167,25 +195,27 @@ def near_queries_backward_kernel(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    _place, _pair, tile, batch, head = place_of(tiles, heads)
+    """d_query, and g . out of each token."""
+    _place, pair, tile, batch, head = place_of(tiles, heads)
     row_head = head // groups
-    count = count_of(x, batch, tokens)
-    first = (tile * BLOCK_N).to(tl.int32)
-    i = first + tl.arange(0, BLOCK_N)
-    there = i < count
-    rows = rows_of_ranks(x, batch, i, tokens)
+    i, there, rows, low, high, start, end = ranks_of_tile(x, batch, tile, tokens, left, right, size, BLOCK_N)
     q = load_rows(x.query, batch, head, rows, there, D, BLOCK_D, 0) * scale
     g = load_rows(gradient, batch, head, rows, there, V, BLOCK_V, 0)
-    own_logs, own_dots = load_scale(logs, batch, head, rows, there), load_scale(dots, batch, head, rows, there)
-    low, high = seen_from(i, count, left, right, size)
+    own_logs = load_scale(logs, batch, head, rows, there)
     d_q = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    start, end = seen_from_tile(first, count, left, right, size, BLOCK_N)
+    # g . out from the same weights and products as below: where a key has all weight, its gradient cancels exactly.
+    own_dots = tl.zeros((BLOCK_N,), tl.float32)
     for key_first in range(start, end, BLOCK_M):
-        j = key_first + tl.arange(0, BLOCK_M)
-        key_rows = rows_of_ranks(x, batch, j, tokens)
-        k = load_rows(x.key, batch, row_head, key_rows, j < end, D, BLOCK_D, 0)
-        v = load_rows(x.value, batch, row_head, key_rows, j < end, V, BLOCK_V, 0)
-        allowed = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+        k, v, allowed = load_keys(
+            x, batch, row_head, key_first, end, low, high, tokens, D, V, BLOCK_D, BLOCK_V, BLOCK_M
+        )
+        shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
+        own_dots += tl.sum(score_gradients(shares, g, v, own_logs * 0.0, allowed, PRECISION), axis=1)
+    tl.store(dots + pair * tokens + rows, own_dots, mask=there)
+    for key_first in range(start, end, BLOCK_M):
+        k, v, allowed = load_keys(
+            x, batch, row_head, key_first, end, low, high, tokens, D, V, BLOCK_D, BLOCK_V, BLOCK_M
+        )
         shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
         d_q = dot(score_gradients(shares, g, v, own_dots, allowed, PRECISION), k, d_q, PRECISION)
     store_rows(d_query, batch, head, rows, i < tokens, d_q * scale, D, BLOCK_D, 0)
@@ -217,23 +247,19 @@ def near_keys_backward_kernel(
 ):
     """d_key and d_value of a tile of a key head: the sum over its query heads."""
     _place, _pair, tile, batch, row_head = place_of(tiles, key_heads)
-    count = count_of(x, batch, tokens)
-    first = (tile * BLOCK_M).to(tl.int32)
-    j = first + tl.arange(0, BLOCK_M)
-    there = j < count
-    rows = rows_of_ranks(x, batch, j, tokens)
-    k = load_rows(x.key, batch, row_head, rows, there, D, BLOCK_D, 0) * scale
+    # With `left` and `right` exchanged: the queries that see each key.
+    j, there, rows, low, high, start, end = ranks_of_tile(x, batch, tile, tokens, right, left, size, BLOCK_M)
+    k = load_rows(x.key, batch, row_head, rows, there, D, BLOCK_D, 0)
     v = load_rows(x.value, batch, row_head, rows, there, V, BLOCK_V, 0)
-    low, high = seen_from(j, count, right, left, size)
     d_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     d_v = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    start, end = seen_from_tile(first, count, right, left, size, BLOCK_M)
     for group in range(groups):
         head = row_head * groups + group
         for query_first in range(start, end, BLOCK_N):
             i = query_first + tl.arange(0, BLOCK_N)
             query_rows = rows_of_ranks(x, batch, i, tokens)
-            q = load_rows(x.query, batch, head, query_rows, i < end, D, BLOCK_D, 0)
+            # Scaled as in `near_kernel`: a score that is rounded otherwise would not fit its logsumexp.
+            q = load_rows(x.query, batch, head, query_rows, i < end, D, BLOCK_D, 0) * scale
             g = load_rows(gradient, batch, head, query_rows, i < end, V, BLOCK_V, 0)
             own_logs = load_scale(logs, batch, head, query_rows, i < end)
             own_dots = load_scale(dots, batch, head, query_rows, i < end)
@@ -241,5 +267,5 @@ def near_keys_backward_kernel(
             shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
             d_v = dot(tl.trans(shares), g, d_v, PRECISION)
             d_k = dot(tl.trans(score_gradients(shares, g, v, own_dots, allowed, PRECISION)), q, d_k, PRECISION)
-    store_rows(d_key, batch, row_head, rows, j < tokens, d_k * scale, D, BLOCK_D, 0)
+    store_rows(d_key, batch, row_head, rows, j < tokens, d_k, D, BLOCK_D, 0)
     store_rows(d_value, batch, row_head, rows, j < tokens, d_v, V, BLOCK_V, 0)

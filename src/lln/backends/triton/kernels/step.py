@@ -11,19 +11,20 @@ from lln.backends.triton.kernels.prefix import entries_of, scales_of, sigma_of
 
 
 @triton.jit
-def add_token(sums, x, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the entries x (1, WIDTH) of a token to the sums of a head in memory; returns them."""
+def with_token(sums, x, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of a head, which are in memory, with the entries x (1, WIDTH) of a token."""
     origin = tl.sum(tl.where((tl.arange(0, BLOCK) == 0)[None, :], x, 0.0), axis=1)
     mean, within = entries_of(x, origin, WIDTH, BLOCK)
     mean, within = tl.sum(mean, axis=0), tl.sum(within, axis=0).to(tl.float64)
     mean, within = tl.where(kept, mean, 0.0), tl.where(kept, within, 0.0)
-    of_mean = tl.load(sums) + mean
-    of_square = tl.load(sums + 1) + mean * mean
-    of_within = tl.load(sums + 2) + within
-    tl.store(sums, of_mean)
-    tl.store(sums + 1, of_square)
-    tl.store(sums + 2, of_within)
-    return of_mean, of_square, of_within
+    return tl.load(sums) + mean, tl.load(sums + 1) + mean * mean, tl.load(sums + 2) + within
+
+
+@triton.jit
+def store_sums(sums, mean, square, within):
+    tl.store(sums, mean)
+    tl.store(sums + 1, square)
+    tl.store(sums + 2, within)
 
 
 @triton.jit
@@ -117,8 +118,13 @@ def step_kernel(
     k = load_token(key, batch, row_head, is_kept, F, BLOCK_F).to(tl.float32)
     # Statistics of the tokens so far, and what they are matched to.
     counted_q = tl.where(features < F * is_kept, q, 0.0)
-    mean_q, square_q, within_q = add_token(query_sums + pair * 3, counted_q[None, :], kept, F, BLOCK_F)
-    mean_k, square_k, within_k = add_token(key_sums + pair * 3, k[None, :], kept, F, BLOCK_F)
+    mean_q, square_q, within_q = with_token(query_sums + pair * 3, counted_q[None, :], kept, F, BLOCK_F)
+    mean_k, square_k, within_k = with_token(key_sums + pair * 3, k[None, :], kept, F, BLOCK_F)
+    old_mass = tl.load(mass + pair * F + features, mask=there, other=ABSENT)
+    # Several threads have read the same numbers; one of them overwrites each below, when all have.
+    tl.debug_barrier()
+    store_sums(query_sums + pair * 3, mean_q, square_q, within_q)
+    store_sums(key_sums + pair * 3, mean_k, square_k, within_k)
     tokens = count + is_kept.to(tl.int64)
     number = tl.maximum(tokens, 1).to(tl.float64)
     sigma_q = sigma_of(mean_q, square_q, within_q, number)
@@ -147,7 +153,6 @@ def step_kernel(
         shift += tl.load(weight + pair)
     logs = logs + shift + tl.sum(row_flags(k[None, :]), axis=0)
     logs = tl.where(features < F * is_kept, logs, ABSENT)
-    old_mass = tl.load(mass + pair * F + features, mask=there, other=ABSENT)
     high = tl.maximum(old_mass, logs)
     new_mass = high + tl.log(tl.exp(old_mass - high) + tl.exp(logs - high))
     new_mass = tl.where(kept, new_mass, old_mass)
