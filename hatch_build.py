@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def compile_all(source: Path, folder: Path) -> list[Path]:
         done = subprocess.run(command, cwd=source / "src", capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[:2000]}")
-        made.append(library)
+        # Loading checks the sum in the name.
+        made.append(library.rename(folder / f"{library.stem}-{sha256(library.read_bytes()).hexdigest()}.so"))
     return made
 
 

@@ -18,6 +18,7 @@ import yaml
 import lln
 import lln.theory
 import lln.zoo
+from lln.problem import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,6 +64,16 @@ def test_functions_say_what_they_take_return_and_refuse(name):
     names = [x.name for x in parameters if x.name != "self" and x.kind is not x.VAR_KEYWORD]
     missing = [x for x in names if x not in described and "**options" not in described]
     assert not missing, f"{name} does not describe {missing}"
+
+
+def test_functions_say_what_is_taken_by_default():
+    """The site has no signature that shows it: options are keywords of a TypedDict."""
+    docs = {name: inspect.getdoc(getattr(lln, name)) for name in ("lln_attention", "block_diagonal_attention")}
+    far, near = docs.values()
+    for name, default in DEFAULTS.items():
+        if isinstance(default, str):
+            assert re.search(rf'{name}: "{default}" \(the default\)', far + near), name
+    assert f"{DEFAULTS['block_size']} by default" in near
 
 
 def test_modules_say_what_they_take():

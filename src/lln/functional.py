@@ -56,12 +56,12 @@ def lln_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Q
         cu_seqlens: where packed sequences start and the last ends, for a batch of 1: (sequences + 1,) int32, see
             `lln.packed`.
         query_padding_mask: which queries count in the statistics; by default, when N = M, those of `key_padding_mask`.
-        is_causal: query i sees the keys up to i, and so do its statistics; needs N = M.
+        is_causal: query i sees the keys up to i, and so do its statistics; needs N = M. By default it is not.
         alpha, beta: positive numbers, or tensors of shape (), (H,), (B, H) or (B, H, tokens), which may require
-            gradients.
-        matching: "variance", "entropy" or "linear", see `lln.match_moments`.
-        scope: "sample" or "batch", see `lln.match_moments`.
-        form: "paper", "unbiased" or "decomposed", see `lln.forms`.
+            gradients; by default matched.
+        matching: "variance" (the default), "entropy" or "linear", see `lln.match_moments`.
+        scope: "sample" (the default) or "batch", see `lln.match_moments`.
+        form: "paper" (the default), "unbiased" or "decomposed", see `lln.forms`.
         centers: m_q and m_k of the decomposed form, (H, D) or (B, H, D) and (H_k, D) or (B, H_k, D); by default means
             of the sample.
         key_weight: log-weights of the keys, (B, H, M) with 1 in place of B or H where they share them: added to all
@@ -89,9 +89,9 @@ def block_diagonal_attention(query: Tensor, key: Tensor, value: Tensor, **option
     Args:
         query, key, value, key_padding_mask, cu_seqlens: as in `lln_attention`, with N = M, which may be any number.
         is_causal: a query sees no key after its own.
-        block_size: tokens of a block or of a window.
-        near: "blocks": a query sees the keys of its block; "window": the `block_size` kept tokens around it, its own
-            included, with `is_causal=True` the last `block_size`.
+        block_size: tokens of a block or of a window, 64 by default.
+        near: "blocks" (the default): a query sees the keys of its block; "window": the `block_size` kept tokens around
+            it, its own included, with `is_causal=True` the last `block_size`.
 
     Returns:
         (B, H, N, Dv) in the dtype of the input; zeros for a token that is not kept.

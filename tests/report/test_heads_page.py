@@ -216,6 +216,13 @@ def test_a_model_in_memory_stays_as_it_was() -> None:
     assert "mine" in heads_page([found])
 
 
+def test_a_dash_is_explained_where_there_is_one() -> None:
+    found = inspect_details("bert", TEXT, tokens=10)
+    assert "A dash" not in heads_page([found])
+    found.records[0]["temperature"] = None
+    assert heads_page([found]).count("A dash: not finite, as the temperature of nearly uniform attention") == 1
+
+
 def test_refusals() -> None:
     bare = inspect_details("bert", TEXT, tokens=10, with_details=False)
     with pytest.raises(ValueError, match="has no details"):

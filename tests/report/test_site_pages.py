@@ -59,5 +59,10 @@ def test_every_page_fits_the_window_and_fetches_nothing_else(site, tmp_path: Pat
             resources = browser.run("return performance.getEntriesByType('resource').map((one) => one.name)")
             assert [name for name in resources if not name.startswith((address, "data:"))] == [], page
             assert browser.messages() == [], page
+            # Where the examples of docstrings are not code, their prompts become nested quotations.
+            assert browser.run("return document.querySelectorAll('blockquote').length") == 0, page
+            if page in ("api/lln.html", "api/theory.html"):
+                texts = browser.run("return [...document.querySelectorAll('pre')].map((one) => one.innerText)")
+                assert sum(text.startswith(">>>") for text in texts) > 5, page
     finally:
         browser.close()

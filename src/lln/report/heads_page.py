@@ -27,6 +27,7 @@ ABOUT = {
     "bias": "concentration on the same keys for all queries",
     "ks_distance": "Kolmogorov-Smirnov distance of ln P from the fitted normal: 0 is log-normal",
 }
+DASH = ". A dash: not finite, as the temperature of nearly uniform attention, or not measured"
 # What the details list, in this order: column and title.
 NUMBERS = {
     "temperature": "temperature",
@@ -116,7 +117,8 @@ def _section(inspections: Sequence[Inspection], column: str, title: str, unit: s
         for number, (inspection, shown) in enumerate(zip(inspections, grids, strict=True))
     )
     scale = f'<p class="scale"><span>{low:.2f}</span><i></i><span>{high:.2f}</span></p>'
-    about = f"<p>{html.escape(ABOUT[column])}</p>"
+    dash = DASH if any(math.isnan(x) for _, rows in grids for row in rows for x in row) else ""
+    about = f"<p>{html.escape(ABOUT[column] + dash)}</p>"
     return f'<section><h2>{html.escape(name)}</h2>{about}{scale}<div class="pair">{tables}</div></section>'
 
 

@@ -2,9 +2,9 @@
 
 The code (`cpu/`) does not depend on torch, so it builds in seconds and works with every version of torch. It is kept
 under the user's cache folder, which `LLN_CACHE` moves, in a file named by the source, the compiler and the flags. A
-library of the cache is loaded only if no other user can have written it and its contents match the SHA-256 in its name.
-The sum is part of the name so that a single rename puts both in place: they match even if processes are stopped, or
-build at the same time.
+library is loaded only if its contents match the SHA-256 in its name, one of the cache only if no other user can have
+written it. The sum is part of the name so that a single rename puts both in place: they match even if processes are
+stopped, or build at the same time.
 """
 
 import contextlib
@@ -35,20 +35,43 @@ class BuildError(RuntimeError):
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library for this CPU, of the wheel if it has one, else built here; `BuildError` if it cannot be had."""
+    """The library for this CPU, of the wheel if it has one, else built here; `BuildError` if it cannot be had.
+
+    What is built here fits where that of the wheel does not, as with a C library other than the wheel was made for.
+    """
     flavour = choose_flavour()
     shipped = shipped_library(flavour)
-    if shipped is not None:
-        # A C library other than the one that the wheel was made for: what is built here fits.
-        with contextlib.suppress(BuildError):
+    if shipped is None:
+        return open_library(build(flavour))
+    damage = _damage(shipped)
+    reason = f"{damage}: install lln-attention again"
+    if damage is None:
+        try:
             return open_library(shipped)
-    return open_library(build(flavour))
+        except BuildError as error:
+            reason = str(error)
+    try:
+        library = open_library(build(flavour))
+    except BuildError as error:
+        raise BuildError(f"{reason}; {error}") from error
+    if damage is not None:
+        warnings.warn(f"{reason}; until then the fused code is built here", stacklevel=2)
+    return library
 
 
 def shipped_library(flavour: str) -> Path | None:
     """The library that was compiled when the wheel was made; None where the package came as sources."""
-    library = Path(__file__).parent / "compiled" / f"fused-{flavour}.so"
-    return library if library.is_file() else None
+    return next((Path(__file__).parent / "compiled").glob(f"fused-{flavour}-*.so"), None)
+
+
+def _damage(library: Path) -> str | None:
+    """What is wrong with the contents of a library, which may kill a process that loads it; None if nothing is."""
+    try:
+        content = library.read_bytes()
+    except OSError as error:
+        return str(error)
+    is_whole = library.stem.rpartition("-")[2] == hashlib.sha256(content).hexdigest()
+    return None if is_whole else f"{library} is damaged"
 
 
 def open_library(path: Path) -> ctypes.CDLL:
@@ -131,11 +154,9 @@ def _unusable_reason(library: Path) -> str | None:
             return f"{library} is not a regular file"
         if reason := untrusted_reason(library):
             return reason
-        if library.stem.rpartition("-")[2] != hashlib.sha256(library.read_bytes()).hexdigest():
-            return f"{library} is damaged"
     except OSError as error:
         return str(error)
-    return None
+    return _damage(library)
 
 
 def _compile(compiler: str, flags: list[str], sources: list[tuple[str, bytes]]) -> Path:

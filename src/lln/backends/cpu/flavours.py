@@ -9,9 +9,13 @@ FLAGS = [
     "-pthread",
     "-fvisibility=hidden",
 ]
+# What the compiler may use for each level of the x86-64 psABI, in the words of Linux. A virtual machine can hide any.
+LEVEL_2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}
+LEVEL_3 = LEVEL_2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+LEVEL_4 = LEVEL_3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 # The same source for vectors of 16, 8 or 4 floats; the first flavour whose needs the CPU meets is taken.
 FLAVOURS: dict[str, tuple[list[str], set[str]]] = {
-    "avx512": (["-march=x86-64-v4", "-mprefer-vector-width=512", "-DLANES=16"], {"avx512f", "avx512vl", "avx512bw"}),
-    "avx2": (["-march=x86-64-v3", "-DLANES=8"], {"avx2", "fma", "f16c"}),
+    "avx512": (["-march=x86-64-v4", "-mprefer-vector-width=512", "-DLANES=16"], LEVEL_4),
+    "avx2": (["-march=x86-64-v3", "-DLANES=8"], LEVEL_3),
     "portable": (["-DLANES=4"], set()),
 }
