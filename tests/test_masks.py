@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lln
-from helpers import FUNCTIONS, all_functions, assert_as_exact, causal_or_full, centers_of, new_forms
+from helpers import FORMS, FUNCTIONS, all_functions, assert_as_exact, causal_or_full, centers_of
 from lln.masks import read_padding
 
 NOISE = {"ones": 1.0, "huge": 1e30, "largest": 3e38, "nan": float("nan"), "inf": float("inf")}
@@ -103,15 +103,16 @@ def test_a_mask_that_keeps_all_is_no_mask(tokens, backend, wide):
             torch.testing.assert_close(attention(*inputs), attention(*inputs, key_padding_mask=everything))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("noise", list(NOISE))
+@pytest.mark.parametrize("form", FORMS)
 @causal_or_full
-@new_forms
-def test_content_of_padding_does_not_matter_in_any_form(tokens, backend, form, is_causal, noise):
+def test_content_of_padding_does_not_matter_in_any_form(tokens, backend, form, is_causal, noise, dtype):
     keep = keep_of("right")
     options = {"form": form, "alpha": 1.0, "beta": 1.0, "is_causal": is_causal, "key_padding_mask": keep}
     options |= centers_of(form, 4, 4, 16) if is_causal else {}
-    clean = tokens(B=3, N=40, dtype=torch.float32)
-    dirty = [x.masked_fill(~keep[:, None, :, None], NOISE[noise]) for x in clean]
+    clean = tokens(B=3, N=40, dtype=dtype)
+    dirty = [x.masked_fill(~keep[:, None, :, None], torch.tensor(NOISE[noise]).to(dtype)) for x in clean]
     results = []
     for inputs in (clean, dirty):
         x = [t.detach().clone().requires_grad_() for t in inputs]

@@ -17,6 +17,7 @@ CALLS = {
     "blocks": ("block_diagonal_attention", {"block_size": 8}),
 }
 LENGTHS = {"uneven": [5, 1, 0, 17, 40, 3], "equal": [16, 16, 16], "one": [30], "mostly empty": [0, 0, 7, 0]}
+LENGTHS["long"] = [130, 130]  # several tiles of a window
 
 
 def starts_of(lengths):
@@ -39,13 +40,13 @@ def test_each_sequence_is_computed_as_alone(tokens, backend, wide, call, lengths
 
 
 @pytest.mark.parametrize("noise", [1e30, torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("lengths", ["uneven", "equal"])
+@pytest.mark.parametrize("lengths", ["uneven", "equal", "long"])
 @pytest.mark.parametrize("call", CALLS)
-def test_no_value_crosses_a_border(tokens, backend, call, lengths, noise):
+def test_no_value_crosses_a_border(tokens, backend, wide, call, lengths, noise):
     name, options = CALLS[call]
     starts = starts_of(LENGTHS[lengths])
     attention = functools.partial(getattr(lln, name), cu_seqlens=starts, **options)
-    clean = tokens(B=1, N=int(starts[-1]), dtype=torch.float32)
+    clean = tokens(B=1, N=int(starts[-1]), dtype=wide)
     own = slice(int(starts[-2]), None)  # the last sequence
     dirty = [torch.full_like(x, noise) for x in clean]
     for x, y in zip(dirty, clean, strict=True):

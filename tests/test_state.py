@@ -323,3 +323,12 @@ def test_autocast_leaves_a_state_alone(tokens, backend):
         alpha, _ = lln.match_moments(q * 1e3, k * 1e3)
     assert torch.equal(got, expected)
     assert torch.equal(alpha, lln.match_moments(q * 1e3, k * 1e3)[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1)], ids=str)
+def test_weights_of_keys_may_be_shared(backend, shape):
+    q, k, v = torch.randn(2, 4, 12, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 12, 16)
+    weight = torch.randn(*shape, 12)
+    output, _ = feed(empty_for(q, k, v), (q, k, v), [0, 5, 6, 12], key_weight=weight)
+    expected = lln.lln_attention(q, k, v, key_weight=weight, is_causal=True)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)

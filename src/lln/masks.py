@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_values, is_readable
+from lln.precision import accumulator
 
 # As in the C code: far above what queries hold, far below what overflows with any alpha.
 LARGEST_PADDING = 1e15
@@ -86,8 +87,9 @@ def zero_nonfinite_padding(query: Tensor, keep: Tensor | None) -> Tensor:
     """
     if keep is None:
         return query
-    x = query.detach()
-    usable = (x.abs().amax(dim=-1, keepdim=True) <= LARGEST_PADDING) | keep[:, None, :, None]  # not so for NaN
+    # In float16 the limit itself would be infinite.
+    largest = query.detach().abs().amax(dim=-1, keepdim=True).to(accumulator(query.dtype))
+    usable = (largest <= LARGEST_PADDING) | keep[:, None, :, None]  # not so for NaN
     if is_readable(everything := usable.all()) and bool(everything):
         return query  # without a copy
     return query.masked_fill(~usable, 0.0)

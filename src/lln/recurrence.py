@@ -139,18 +139,6 @@ def check_tokens(
         raise TypeError(f"the state is for {recent_key.dtype} tokens, got {value.dtype}; see dtype=")
 
 
-def read_weight(key_weight: Tensor, query: Tensor, dtype: torch.dtype) -> Tensor:
-    if not isinstance(key_weight, Tensor) or not key_weight.is_floating_point():
-        what = key_weight.dtype if isinstance(key_weight, Tensor) else type(key_weight).__name__
-        raise TypeError(f"key_weight must be a floating point tensor, got {what}")
-    if key_weight.shape != query.shape[:3] or key_weight.device != query.device:
-        raise ValueError(
-            f"key_weight must be (batch, heads, tokens) {tuple(query.shape[:3])} on {query.device}, got "
-            f"{tuple(key_weight.shape)} on {key_weight.device}"
-        )
-    return key_weight.to(dtype)
-
-
 def _check_near(
     values: Tensor,
     recent_key: Tensor | None,

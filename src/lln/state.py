@@ -25,8 +25,8 @@ from lln.masks import read_padding
 from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
 from lln.matching.moments import empty_sums
 from lln.precision import accumulator, autocast_is_on
-from lln.problem import NEARS, Centers, Near, read_centers
-from lln.recurrence import Advance, Memory, Recurrence, check_memory, check_tokens, is_owner, read_weight
+from lln.problem import NEARS, Centers, Near, read_centers, read_key_weight
+from lln.recurrence import Advance, Memory, Recurrence, check_memory, check_tokens, is_owner
 from lln.repeats import signature_of
 
 # Options that are strings; `to_dict` has their indices in these lists.
@@ -175,7 +175,7 @@ class LLNState:
                 afterwards.
             near_query, near_key: what softmax attention among neighbours is computed of, (B, H, N, D) and
                 (B, H_k, N, D), where `query` and `key` are others, (B, H, N, F) and (B, H_k, N, F), for LLN attention.
-            key_weight: (B, H, N) log-weights of the keys in LLN attention.
+            key_weight: log-weights of the keys in LLN attention, as in `lln.lln_attention`.
 
         Returns:
             The outputs in the dtype of the tokens, and the state.
@@ -362,7 +362,7 @@ class LLNState:
         check_tokens(self.values, self.recent_key, query, key, value, near_query, near_key)
         keep = None if key_padding_mask is None else read_padding(key_padding_mask, key)
         if key_weight is not None:
-            key_weight = read_weight(key_weight, query, self.mass.dtype)
+            key_weight = read_key_weight(key_weight, query, key)
         centers = None
         if self.center_q is not None and self.center_k is not None:
             if key.shape[1] != self.center_k.shape[1]:

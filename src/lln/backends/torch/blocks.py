@@ -168,10 +168,12 @@ def _forward(
         nonfinite = None
         if is_causal and not (is_readable(every := k.isfinite().all() & v.isfinite().all()) and bool(every)):
             # A product with a weight of 0 would spoil earlier rows. A key that is not finite spoils all that see it.
+            # Clones keep the strides, on which it depends how a product is rounded.
             nonfinite_key = ~k.isfinite().all(dim=-1, keepdim=True)
-            k, v = k.masked_fill(nonfinite_key, 0.0), v.masked_fill(nonfinite_key, torch.nan)
+            k, v = k.clone().masked_fill_(nonfinite_key, 0.0), v.clone().masked_fill_(nonfinite_key, torch.nan)
             finite = v.isfinite()
-            v, nonfinite = v.where(finite, 0.0), _running_nonfinite(v, finite)
+            nonfinite = _running_nonfinite(v, finite)
+            v.masked_fill_(~finite, 0.0)
         mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
         part.write(output, (mixed if nonfinite is None else mixed + nonfinite).view(*shape, -1))
     return (output,) if lse is None else (output, lse), ()

@@ -93,8 +93,9 @@ def _tiles(
     q = torch.unflatten(pad(query.to(dtype), (0, 0, 0, tiles * size - tokens)), 2, (tiles, size))
     # Keys from `left` before the first query to `right` after the last, whether there are any or not.
     missing = (left - before, tiles * size + left + right - (left - before) - key.shape[2])
+    # Contiguous, as a copy without what is not finite is: products of other strides are rounded in another way.
     k, v = (
-        pad(repeat_heads(fill_padding(x.to(dtype), keep), groups), (0, 0, *missing)).unfold(2, span, size)
+        pad(repeat_heads(fill_padding(x.to(dtype), keep), groups), (0, 0, *missing)).unfold(2, span, size).contiguous()
         for x in (key, value)
     )  # (B, H, n, D, S)
     there = pad(kept_tokens(keep, key), missing).unfold(1, span, size)[:, None, :, None]  # (B, 1, n, 1, S)
