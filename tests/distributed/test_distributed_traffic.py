@@ -1,5 +1,7 @@
 """What a process sends does not grow with the length; what it sends and what it holds stay below what is promised."""
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -104,6 +106,20 @@ def check_memory(group, tokens=1 << 17, width=64, **options):
     assert share < 0.3, f"{share:.3f} of one process"
 
 
+def check_nothing_stays(group):
+    """Without a backward pass the input goes with the output, and does not wait for the collector of cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        inputs = [torch.randn(1, 1, 40, 8).requires_grad_() for _ in range(3)]
+        kept = [weakref.ref(x) for x in inputs]
+        output = distributed.lln_diag_attention(*inputs, group=group, near="window", block_size=8)
+        del inputs, output
+        assert not any(x() is not None for x in kept)
+    finally:
+        gc.enable()
+
+
 def check_many(group):
     """Small sums as with many processes: the same scales, and what `lln bench distributed` counts."""
     H, D, P = 4, 16, dist.get_world_size(group)
@@ -137,6 +153,7 @@ def traffic_cases():
     yield "neighbours", check_neighbors
     yield "many", check_many
     yield "halo", check_halo
+    yield "nothing stays", check_nothing_stays
     if Path("/proc/self/clear_refs").exists():
         yield "memory", check_memory
         yield "memory, causal", partial(check_memory, is_causal=True)
