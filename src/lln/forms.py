@@ -50,13 +50,26 @@ def centered(problem: Problem) -> tuple[Problem, Tensor | None]:
     if problem.form != "decomposed":
         return problem, None
     dtype = accumulator(problem.query.dtype)  # differences of low precision could overflow it
-    query, key, value = (x.to(dtype) for x in (problem.query, problem.key, problem.value))
-    center_q, center_k = problem.centers or sample_centers(problem)
+    problem = replace(problem, centers=problem.centers or sample_centers(problem))
+    assert problem.centers is not None
+    key = problem.key.to(dtype)
     # m_q . k of the query heads of each key head
-    by_group = torch.unflatten(center_q.to(dtype), 1, (key.shape[1], -1))
-    column = (key @ by_group.mT).mT.flatten(1, 2) * query.shape[3] ** -0.5
-    query, key = query - center_q[:, :, None].to(dtype), key - center_k[:, :, None].to(dtype)
-    return replace(problem, query=query, key=key, value=value, centers=None), column
+    by_group = torch.unflatten(problem.centers[0].to(dtype), 1, (key.shape[1], -1))
+    column = (key @ by_group.mT).mT.flatten(1, 2) * key.shape[3] ** -0.5
+    query, key = without_centers(replace(problem, key=key))
+    return replace(problem, query=query, key=key, value=problem.value.to(dtype), centers=None), column
+
+
+def without_centers(problem: Problem) -> tuple[Tensor, Tensor]:
+    """dq and dk of a problem with centres; query and key of any other."""
+    if problem.centers is None:
+        return problem.query, problem.key
+    dtype = accumulator(problem.query.dtype)
+    query, key = (
+        x.to(dtype) - center[:, :, None].to(dtype)
+        for x, center in zip((problem.query, problem.key), problem.centers, strict=True)
+    )
+    return query, key
 
 
 def sample_centers(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -110,13 +110,13 @@ def packed(group, **options):
         model(**inputs)
 
 
-def data_and_sequence(group, sharded):
+def data_and_sequence(group, sharded, family="roberta"):
     """Two batches on a 2 x 2 mesh: the gradient is the mean of both, by DDP or FSDP2 over all four processes."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    batches = [batch("roberta", seed) for seed in (0, 1)]
-    model = build("roberta", block_size=8)
+    batches = [batch(family, seed) for seed in (0, 1)]
+    model = build(family, block_size=8)
     expected = copy.deepcopy(model)
     losses = [expected(**x).loss for x in batches]
     (sum(losses) / 2).backward()
@@ -124,7 +124,7 @@ def data_and_sequence(group, sharded):
     distributed.parallelize(model, mesh["sequence"])
     if sharded:
         everyone = init_device_mesh("cpu", (4,))
-        for layer in model.roberta.encoder.layer:
+        for layer in model.model.layers if family == "llama" else model.roberta.encoder.layer:
             fully_shard(layer, mesh=everyone)
         wrapped = fully_shard(model, mesh=everyone)
     else:
@@ -206,6 +206,7 @@ def model_cases(size):
     if size == 4:
         yield "data and sequence, DDP", partial(data_and_sequence, sharded=False)
         yield "data and sequence, FSDP2", partial(data_and_sequence, sharded=True)
+        yield "data and sequence, FSDP2, Llama", partial(data_and_sequence, sharded=True, family="llama")
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

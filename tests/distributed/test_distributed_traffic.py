@@ -1,5 +1,7 @@
 """What a process sends does not grow with the length; what it sends and what it holds stay below what is promised."""
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -77,6 +79,18 @@ def check_neighbors(group):
     assert messages == 2 * last + 2 * len(sides)
 
 
+def check_halo(group):
+    """Windows add the tokens at both borders, forward and backward, to what LLN attention sends, and nothing more."""
+    H, D, size = 4, 16, 64
+    P, rank = dist.get_world_size(group), dist.get_rank(group)
+    options = {"tokens": 256, "heads": H, "width": D, "near": "window", "block_size": size}
+    _, sent_bytes = sent(group, "lln_diag_attention", **options)
+    borders = [rank > 0, rank < P - 1]
+    forward = sum(n for n, is_border in zip((size // 2, size - 1 - size // 2), borders, strict=True) if is_border)
+    backward = sum(n for n, is_border in zip((size - 1 - size // 2, size // 2), borders, strict=True) if is_border)
+    assert sent_bytes == 4 * (model.traffic(256, P, H, D)["lln"][2] + (forward + backward) * H * 2 * D)
+
+
 def check_memory(group, tokens=1 << 17, width=64, **options):
     """At most 0.3 of what one process has for query, key, value, output and all gradients of them."""
     part = tokens // dist.get_world_size(group)
@@ -90,6 +104,20 @@ def check_memory(group, tokens=1 << 17, width=64, **options):
         torch.autograd.grad(output, (q, k, v), slope)
     share = (peak_bytes() - before) / (8 * tokens * width * 4)
     assert share < 0.3, f"{share:.3f} of one process"
+
+
+def check_nothing_stays(group):
+    """Without a backward pass the input goes with the output, and does not wait for the collector of cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        inputs = [torch.randn(1, 1, 40, 8).requires_grad_() for _ in range(3)]
+        kept = [weakref.ref(x) for x in inputs]
+        output = distributed.lln_diag_attention(*inputs, group=group, near="window", block_size=8)
+        del inputs, output
+        assert not any(x() is not None for x in kept)
+    finally:
+        gc.enable()
 
 
 def check_many(group):
@@ -124,10 +152,17 @@ def traffic_cases():
     yield "by hand", check_by_hand
     yield "neighbours", check_neighbors
     yield "many", check_many
+    yield "halo", check_halo
+    yield "nothing stays", check_nothing_stays
     if Path("/proc/self/clear_refs").exists():
         yield "memory", check_memory
         yield "memory, causal", partial(check_memory, is_causal=True)
         yield "memory, window", partial(check_memory, near="window")
+        yield "memory, unbiased", partial(check_memory, form="unbiased")
+        yield "memory, decomposed", partial(check_memory, form="decomposed", near="window")
+        frozen = (torch.ones(1, 64), torch.ones(1, 64))
+        causal = {"form": "decomposed", "centers": frozen, "is_causal": True}
+        yield "memory, decomposed, causal", partial(check_memory, tokens=1 << 18, **causal)
 
 
 def test_traffic_and_memory():

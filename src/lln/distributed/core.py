@@ -19,7 +19,7 @@ from lln.distributed.merge import Layout
 from lln.distributed.near import Neighbors
 from lln.distributed.packed import attend_packed, check_packed
 from lln.distributed.ranks import Ranks
-from lln.forms import centered, in_paper_form, without_padding
+from lln.forms import without_centers
 from lln.masks import INTEGERS
 from lln.problem import Near, Problem, Tokens, read_key_weight
 
@@ -83,10 +83,11 @@ def attend_parts(problem: Problem, ranks: Ranks, segments: Tensor | None = None,
             return _with_ratio(near.finish(problem), problem, near, layout)
         if not problem.far:
             return near.finish(problem).to(problem.query.dtype)
-    paper = _in_paper_form(problem, layout)
-    merge = far_attention.start(paper, layout)
+    means = layout if problem.form == "decomposed" and problem.centers is None else None
+    problem = _with_scales(problem, layout)
+    merge = far_attention.start(problem, layout)
     neighbors = None if near is None else near.finish(problem)  # while the summaries are under way
-    output = far_attention.finish(paper, merge, share=1.0 if near is None else near.share)
+    output = far_attention.finish(problem, merge, share=1.0 if near is None else near.share, means=means)
     if neighbors is not None:
         output = output.add_(neighbors)
     return output.to(problem.query.dtype)
@@ -99,17 +100,16 @@ def _with_ratio(output: Tensor, problem: Problem, near: Neighbors, layout: Layou
     return torch.cat((output[..., :-1], far[..., None] - output[..., -1:]), dim=-1)
 
 
-def _in_paper_form(problem: Problem, layout: Layout) -> Problem:
-    """The same attention in the paper's form, with alpha and beta, from the statistics of whole sequences."""
-    if problem.form != "paper":
-        problem = without_padding(problem)
-        if problem.form == "decomposed" and problem.centers is None:
-            problem = replace(problem, centers=statistics.sample_centers(problem, layout))
+@torch.no_grad()
+def _with_scales(problem: Problem, layout: Layout) -> Problem:
+    """The problem with alpha, beta and the centres of its form, from the statistics of whole sequences."""
+    if problem.form == "decomposed" and problem.centers is None:
+        problem = replace(problem, centers=statistics.sample_centers(problem, layout))
     if problem.alpha is None or problem.beta is None:
-        with torch.no_grad():
-            alpha, beta = statistics.scales(centered(problem)[0], layout)
+        query, key = without_centers(problem)
+        alpha, beta = statistics.scales(replace(problem, query=query, key=key), layout)
         problem = replace(problem, alpha=alpha, beta=beta)
-    return in_paper_form(problem)
+    return problem
 
 
 def _count(problem: Problem, ranks: Ranks) -> Tensor:

@@ -98,21 +98,6 @@ def _masked_sum(allowed: Tensor, x: Tensor) -> Tensor:
     return torch.stack([x.where(row[..., None], 0.0).sum(dim=0) for row in allowed])
 
 
-class SumOverRanks(torch.autograd.Function):
-    """The sum of tensors (B, ...) over the processes that hold a sequence, and of the gradients of that sum."""
-
-    @staticmethod
-    def forward(ctx: object, layout: Layout, x: Tensor) -> Tensor:
-        ctx.layout = layout  # type: ignore[attr-defined]
-        return layout.sum(x, layout.together)
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[None, Tensor]:
-        refuse_second_order()
-        layout: Layout = ctx.layout  # type: ignore[attr-defined]
-        return None, layout.sum(gradient, layout.together)
-
-
 def refuse_second_order() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(

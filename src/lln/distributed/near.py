@@ -155,6 +155,7 @@ class Neighbors:
             before, after = torch.split(self.halo.kept, [self.halo.left, self.halo.right], dim=1)
             self.keep = torch.cat((before, kept_tokens(keep, problem.key), after), dim=1)
         self.pending = self.halo.send(problem.key, problem.value)
+        self.link: Tensor | None = None  # from `tap` to `finish`
         self.handed: tuple[Tensor, ...] = ()  # from the backward pass of the output to that of the inputs
 
     def tap(self, problem: Problem) -> Problem:
@@ -167,7 +168,8 @@ class Neighbors:
     def finish(self, problem: Problem) -> Tensor:
         """The output (B, H, N, V), or with the log-sum-exp (B, H, N, V + 1), for the queries of this process."""
         tokens = (x.detach() for x in (problem.query, problem.key, problem.value))
-        output: Tensor = _Near.apply(self, self.link, *tokens)  # type: ignore[no-untyped-call]
+        link, self.link = self.link, None  # which would hold this object in a cycle, and all tokens with it
+        output: Tensor = _Near.apply(self, link, *tokens)  # type: ignore[no-untyped-call]
         return output
 
     def _reach(self, start: Any, stop: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ Shapes: P processes, B batch, H heads, H_k key heads, D features of a head.
 import torch
 from torch import Tensor
 
-from lln.distributed.merge import Layout, SumOverRanks, rows_of
+from lln.distributed.merge import Layout, rows_of
 from lln.masks import fill_padding
 from lln.matching.moments import (
     LARGEST_ENTRY,
@@ -33,14 +33,14 @@ FEW = 16  # processes up to which sums of a few numbers are sent to all at once:
 
 
 def sample_centers(problem: Problem, layout: Layout) -> Centers:
-    """The means (B, H, D) and (B, H_k, D) of the kept queries and keys of each sequence; gradients flow through."""
+    """The means (B, H, D) and (B, H_k, D) of the kept queries and keys of each sequence."""
     # In float64, so that the mean of equal tokens is that token: what rounding leaves of it would be scaled to one.
     sums = [
         fill_padding(x, keep).sum(dim=2, dtype=sum_dtype(x.device))
         for x, keep in ((problem.query, problem.queries.keep), (problem.key, problem.keys.keep))
     ]
     counts = torch.stack([layout.total(side) for side in (0, 1)]).clamp(min=1).to(sums[0])
-    total: Tensor = SumOverRanks.apply(layout, rows_of(sums))  # type: ignore[no-untyped-call]
+    total = layout.sum(rows_of(sums), layout.together)
     means = torch.split(total, [sums[0][0].numel(), sums[1][0].numel()], dim=1)
     dtype = accumulator(problem.query.dtype)
     center_q, center_k = (
