@@ -70,20 +70,22 @@ def reproduce(
     seed: Annotated[list[int], typer.Option(help="This seed alone; may be given several times.")] = [],  # noqa: B006
 ) -> None:
     """Train all that a table or figure of the paper shows; the same command continues after any interruption."""
-    options: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir, "side_by_side": jobs}
-    options |= {"methods": method, "tasks": task, "seeds": seed, "say": console.print}
+    from lln.paper.jobs import Request
+
+    folders: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir}
+    request = Request(**folders, side_by_side=jobs, methods=method, tasks=task, seeds=seed)
     if target == "table1":
         from lln.paper.table1_runs import reproduce_table_1
 
-        reproduce_table_1(model, **options)
+        reproduce_table_1(model, request)
         return
     if target == "linearized":
         from lln.paper.linearized_runs import reproduce_linearized
 
-        reproduce_linearized(model, **options)
+        reproduce_linearized(model, request)
         return
     if model is not None:
         raise ValueError(f"--model is an option of table1 and linearized, not of {target}")
     from lln.paper.reproduce import reproduce as run
 
-    run(target, **options)
+    run(target, request)
