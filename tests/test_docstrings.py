@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import lln.backends
 import lln.instruments
 import lln.zoo
 
@@ -16,7 +17,7 @@ import lln.hf  # noqa: E402
 
 FUNCTIONS = [
     getattr(module, name)
-    for module in (lln.instruments, lln.zoo, lln.hf)
+    for module in (lln.instruments, lln.zoo, lln.hf, lln.backends)
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 ]
@@ -28,6 +29,6 @@ def test_examples_run(function):
     takes_something = bool(inspect.signature(function).parameters)
     assert sections[-1] == "Example:"
     assert ("Args:" in sections, "Returns:" in sections) == (takes_something, takes_something)
-    names = vars(sys.modules[function.__module__]) | {"torch": torch, "transformers": transformers}
+    names = vars(sys.modules[function.__module__]) | {"torch": torch, "transformers": transformers, "lln": lln}
     (test,) = doctest.DocTestFinder(recurse=False).find(function, globs=names)
     assert doctest.DocTestRunner().run(test).failed == 0

@@ -58,7 +58,7 @@ class Mechanism(nn.Module):
 
 
 class JoinedBranches(nn.Module):
-    """What LLN attention says of the far and block-diagonal attention of the near, put together.
+    """The outputs of LLN attention (the far branch) and of softmax attention among neighbours (the near one), joined.
 
     - `combine="average"`: half of each, the paper's layer;
     - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks;
@@ -160,6 +160,6 @@ class JoinedBranches(nn.Module):
         def key_weight(self, key: Tensor) -> Tensor | None: ...
 
     def share_parameters(self) -> list[nn.Parameter]:
-        """What decides how the branches are put together."""
+        """The parameters that decide how the branches are joined."""
         names = ("ratio_logit", "gate", "far_scale", "near_scale")
         return [parameter for name, parameter in self.named_parameters(recurse=False) if name in names]

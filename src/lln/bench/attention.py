@@ -40,9 +40,9 @@ def compare_attention(
     """A row for each pass, length and mechanism; all mechanisms of a length are timed in the same rounds.
 
     `ratio` is the first mechanism's time over a row's own. A mechanism that cannot run, would not fit into memory or
-    would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, as far as its growth
-    tells, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are left out.
-    `options` are those of `lln.zoo`; each mechanism gets the ones that it has.
+    would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, where its growth
+    was measured, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are
+    left out. `options` are those of `lln.zoo`; each mechanism gets the ones that it has.
     """
     setting = Setting(heads, head_dim, dtype, causal, device, options or {})
     candidates.check_names(mechanisms, setting)

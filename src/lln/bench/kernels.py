@@ -141,7 +141,7 @@ def variants_of(call: Any) -> Iterator[Variant]:
 
 
 def _described(x: Any, parameter: Any) -> Argument:
-    """An argument as Triton tells kernels apart by it."""
+    """An argument as Triton distinguishes kernels by it."""
     if isinstance(x, tuple):
         return type(x), tuple(_described(part, parameter) for part in x)
     is_one = isinstance(x, int) and x == 1 and not parameter.do_not_specialize

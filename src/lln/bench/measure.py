@@ -84,7 +84,7 @@ def peak_memory(mechanism: str, *, tokens: int, heads: int, head_dim: int, backw
 
 
 def reset_peak() -> None:
-    """Forget the peak of this process so far, where the system can (Linux)."""
+    """Reset the peak of this process so far, where the system can (Linux)."""
     if Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
 

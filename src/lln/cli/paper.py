@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lln.cli.options import DataDir, Json, Results, Seed
+from lln.paper import NAMES
 from lln.terminal import Progress, console, print_table
 
 
@@ -16,9 +17,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def show(
-    name: Annotated[
-        str, typer.Argument(help="table1 to table5, mlm, ablation; figure1, figure2, figure5 to figure10.")
-    ],
+    name: Annotated[str, typer.Argument(help=f"{', '.join(NAMES)}.")],
     out: Annotated[Path, typer.Option(help="Folder for the files: Markdown and PNG, or PNG, SVG and CSV.")] = Path(
         "shown"
     ),
@@ -49,10 +48,7 @@ def show(
 def reproduce(
     target: Annotated[
         str,
-        typer.Argument(
-            help="table1, table3, table5, linearized, mlm, ablation, figure1, figure8, figure10, or all: all but "
-            "table1, table5 and linearized."
-        ),
+        typer.Argument(help=f"Of {', '.join(NAMES)} what is trained, or all: all but table1, table5 and linearized."),
     ],
     runs: Annotated[Path, typer.Option(help="Folder for the runs, with their checkpoints.")] = Path("runs"),
     results: Results = Path("results"),

@@ -343,11 +343,11 @@ def _damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, if anything."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
-        for name, known in files.items():
+        for name, expected in files.items():
             content = (checkpoint / name).read_bytes()
-            if len(content) != known["bytes"]:
-                return f"{name} has {len(content)} bytes instead of {known['bytes']}"
-            if hashlib.sha256(content).hexdigest() != known["sha256"]:
+            if len(content) != expected["bytes"]:
+                return f"{name} has {len(content)} bytes instead of {expected['bytes']}"
+            if hashlib.sha256(content).hexdigest() != expected["sha256"]:
                 return f"{name} has changed since it was written"
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""Softmax attention in sliding windows, and what mechanisms that care about positions share.
+"""Softmax attention in sliding windows, and what mechanisms that depend on positions share.
 
 Shapes: B batch, H heads, N tokens, D features of a head, V value width; n blocks of C tokens, each of which sees
 L = before + C + after keys; E extra keys that do not depend on the position of the query.
