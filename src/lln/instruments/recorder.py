@@ -103,7 +103,14 @@ class Recorder:
         self._prepare()
 
     def step(self) -> list[Record]:
-        """Ends a step: writes and returns its records, if it was recorded and any attention ran."""
+        """End a step, and write its records if it was recorded and any attention ran.
+
+        Returns:
+            The records, one for each head; none if the step was not recorded.
+
+        Raises:
+            ValueError: the recorder is closed.
+        """
         if self._closed:
             raise ValueError("this recorder is closed; make a new one with the same path and first_step to continue")
         records: list[Record] = []
@@ -135,7 +142,11 @@ class Recorder:
         self._warned = True
 
     def table(self) -> list[Record]:
-        """All records in the file, for `pandas.DataFrame(recorder.table())` or `write_table`."""
+        """All records in the file, for `pandas.DataFrame(recorder.table())` or `write_table`.
+
+        Returns:
+            The records, in their order.
+        """
         return read_records(self._file.path)
 
     def close(self) -> None:
