@@ -68,7 +68,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a kernel."""
+    """What the compiler reports on a kernel."""
 
     variant: "Variant"
     arch: str
@@ -199,7 +199,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {text!r}")
+        raise RuntimeError(f"cuobjdump reports no registers: {text!r}")
     return int(found[1]), int(found[2])
 
 

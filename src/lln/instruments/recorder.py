@@ -33,7 +33,7 @@ class Recorder:
 
     Up to `tokens` tokens everything is exact. Beyond, entropy and bias are those of so many random rows, each over all
     its keys, which makes bias too large: by unbiased / rows where rows differ little, by up to log2(N / rows) where
-    each looks at a key of its own; and the gap is that of the chain among the sampled tokens, a rough estimate. The
+    each attends to a key of its own; and the gap is that of the chain among the sampled tokens, a rough estimate. The
     gap of LLN stays exact, that of causal attention is over the sampled rows. alpha and beta are null for softmax, the
     gap is for cross attention and where a sampled row has no weight among the sampled tokens, and all are where query
     or key is not finite.

@@ -123,7 +123,7 @@ def moments_of(
 
 def check_causal_options(is_causal: bool, scope: Scope, query_padding_mask: Tensor | None) -> None:
     if is_causal and scope == "batch":
-        raise ValueError('scope="batch" looks at whole sequences; with is_causal=True use scope="sample"')
+        raise ValueError('scope="batch" takes whole sequences; with is_causal=True use scope="sample"')
     if is_causal and query_padding_mask is not None:
         raise ValueError("with is_causal=True the queries are the keys' tokens; leave query_padding_mask out")
 

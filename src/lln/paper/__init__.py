@@ -1,6 +1,6 @@
 """The paper's tables and figures, and three tables of our own: one module each, with the published numbers beside ours.
 
-What a module has says what it is:
+The attributes of a module define what it is:
 
     make(results, file)             a table, from what is recorded in the folder `results`
     read(results), draw(...)        a figure of recorded runs

@@ -24,7 +24,7 @@ ATTENTIONS = {
     "lln_diag_decomposed": (*WINDOW, "--option", "combine=average", "--option", "form=decomposed"),
     "lln_diag_mass": (*WINDOW, "--option", "combine=mass", "--option", "form=unbiased"),
 }
-# What a table says of an attention beside the title of its mechanism.
+# What a table adds to an attention beside the title of its mechanism.
 VARIANTS = {
     "lln_diag_learned": "learned share",
     "lln_diag_unbiased": "unbiased, window",

@@ -124,7 +124,7 @@ DECODE_GOALS = tuple(
 
 
 def check(goals: Sequence[Goal], result: Result) -> list[Outcome]:
-    """Every goal with what a result says; a ValueError if it was measured in another setting than the goals'."""
+    """Every goal with what a result has; a ValueError if it was measured in another setting than the goals'."""
     wanted = {"heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
     setting, threads = {"causal": False} | dict(result.settings), result.origin["threads"]
     other = [f"{key} {setting.get(key)}" for key, value in wanted.items() if setting.get(key) != value]

@@ -1,8 +1,8 @@
 """One interface and one registry for all mechanisms.
 
 A mechanism is a module on (query, key, value), each (B, H, tokens, D), described by a `Description`, which is what the
-documentation, the command line and the error messages are made from, so it is the one place that says what a mechanism
-can do; `PeerMechanism.forward` refuses what it says cannot be done, and reads masks in the one place that reads masks.
+documentation, the command line and the error messages are made from, so it is the one place that states what a
+mechanism can do; `PeerMechanism.forward` refuses the rest, and reads masks in the one place that reads masks.
 """
 
 import inspect
