@@ -9,12 +9,14 @@ import torch
 
 import lln.paper
 from lln import instruments, zoo
+from lln.cli.options import settings_parameters
 from lln.instruments import heads
 from lln.results import Result, write_results
 from lln.tasks.lra import registry
 from lln.tasks.lra.config import LraConfig
 from lln.tasks.lra.data import load
 from lln.tasks.lra.train import build
+from lln.tasks.presets import MlmConfig
 from lln.zoo.registry import _REGISTRY
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -82,3 +84,12 @@ def test_a_task_of_the_long_range_arena(monkeypatch, tmp_path):
     assert config.steps == 300
     outputs = build(config)(**data.splits["test"].batch([0, 1]))
     assert outputs["loss"].item() == pytest.approx(0.69, abs=0.1)
+
+
+def test_a_preset_of_an_experiment(monkeypatch):
+    monkeypatch.setattr(MlmConfig, "PRESETS", dict(MlmConfig.PRESETS))
+    example("A preset of an experiment")
+    config = MlmConfig.preset("overnight")
+    assert (config.layers, config.steps, config.width) == (4, 30_000, 128)
+    preset, *_ = settings_parameters(MlmConfig)
+    assert "overnight" in preset.annotation.__metadata__[0].help

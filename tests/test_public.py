@@ -22,6 +22,7 @@ from lln.problem import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CODE = (".py", ".c", ".h", ".js", ".css")
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -215,6 +216,12 @@ def test_every_module_imports_and_says_what_it_is():
             assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), name
         else:
             assert importlib.import_module(name).__doc__, name
+
+
+def test_no_file_of_code_has_more_than_400_lines():
+    files = [x for folder in ("src", "tests") for x in (ROOT / folder).rglob("*.*") if x.suffix in CODE]
+    assert len(files) > 100
+    assert [str(x) for x in files if len(x.read_text(encoding="utf-8").splitlines()) > 400] == []
 
 
 def test_make_lists_its_targets():

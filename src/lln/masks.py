@@ -1,6 +1,6 @@
 """The one place that reads masks and lengths.
 
-A padding mask says which tokens are real. It is either
+A padding mask marks the tokens that are real. It is either
 
     a bool tensor (B, tokens), True = keep      as a Hugging Face attention mask, or SDPA's bool mask
     an integer tensor (B,) of lengths           the first so many tokens of each sample are kept

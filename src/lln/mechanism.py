@@ -19,8 +19,8 @@ Branches = Literal["both", "far", "near"]
 class Mechanism(nn.Module):
     """Base of all attention modules on (query, key, value), those of this file and those of `lln.zoo`.
 
-    A mechanism says itself what the rest of the library may do with it: whether it takes grouped heads as they are,
-    what a state of it is, and what an instrument may read.
+    Its attributes and methods describe what the rest of the library may do with it: whether it takes grouped heads as
+    they are, what a state of it is, and what an instrument may read. B batch, H heads, N queries, M keys.
     """
 
     takes_grouped_heads: ClassVar[bool] = False  # or else keys and values are repeated for it
@@ -32,33 +32,74 @@ class Mechanism(nn.Module):
     def init_state(
         self, batch: int, *, key_heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
     ) -> LLNState | None:
-        """The state before the first token, for generation; None: the mechanism has no state of constant size."""
+        """The state before the first token, for generation.
+
+        Args:
+            batch: samples.
+            key_heads: heads of the key and the value.
+            value_dim: features of a value.
+            dtype: of the tokens.
+            device: of the tokens.
+
+        Returns:
+            The state; None: the mechanism has no state of constant size.
+        """
         return None
 
     def far_inputs(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The query and key of LLN attention in a state, and log-weights (B, H, N) of the keys or None.
+        """The inputs of LLN attention in a state; attention among neighbours takes `query` and `key` as they are.
 
-        What softmax attention among neighbours is computed of stays `query` and `key`.
+        Args:
+            query: (B, H, N, D).
+            key: (B, H_k, N, D).
+
+        Returns:
+            The query and key of LLN attention, and log-weights (B, H, N) of the keys or None.
         """
         return query, key, None
 
     def key_weight(self, key: Tensor) -> Tensor | None:
-        """Log-weights (B, H, N) that the keys (B, H_k, N, D) have for all queries alike; None: they have none."""
+        """Log-weights that keys have for all queries alike.
+
+        Args:
+            key: (B, H_k, N, D).
+
+        Returns:
+            (B, H, N); None: the keys have no such weights.
+        """
         return None
 
     def log_features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """a (B, H, N, F) and b (B, H, M, F) of an attention P_ij ~ sum_l exp(a_il + b_jl); None if it is not one."""
+        """The features of an attention P_ij ~ sum_l exp(a_il + b_jl).
+
+        Args:
+            query: (B, H, N, D).
+            key: (B, H_k, M, D).
+            keep_query: (B, N) bool with True = keep; None if all are kept.
+            keep_key: (B, M), likewise.
+
+        Returns:
+            a (B, H, N, F) and b (B, H, M, F); None: it is no such attention.
+        """
         return None
 
     def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
-        """The options of `lln.attention_matrix` that give this attention; None: it is not one of its kinds."""
+        """The options of `lln.attention_matrix` that give this attention, for instruments.
+
+        Args:
+            query: (B, H, N, D).
+            key: (B, H_k, M, D).
+
+        Returns:
+            The options; None: the attention is not one of its kinds.
+        """
         return None
 
 
 class JoinedBranches(nn.Module):
-    """What LLN attention says of the far and block-diagonal attention of the near, put together.
+    """The outputs of LLN attention (the far branch) and of softmax attention among neighbours (the near one), joined.
 
     - `combine="average"`: half of each, the paper's layer;
     - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks;
@@ -160,6 +201,6 @@ class JoinedBranches(nn.Module):
         def key_weight(self, key: Tensor) -> Tensor | None: ...
 
     def share_parameters(self) -> list[nn.Parameter]:
-        """What decides how the branches are put together."""
+        """The parameters that decide how the branches are joined."""
         names = ("ratio_logit", "gate", "far_scale", "near_scale")
         return [parameter for name, parameter in self.named_parameters(recurse=False) if name in names]

@@ -18,21 +18,21 @@ OPTIONS = {
 }
 
 
-def hear(model, inputs, path):
-    """What the recorder says, and the query and key of each attention, with the scores' scale in the query."""
-    heard = []
+def record_with_inputs(model, inputs, path):
+    """What the recorder writes, and the query and key of each attention, with the scores' scale in the query."""
+    observed = []
     name = model.config._attn_implementation
     function = transformers.AttentionInterface._global_mapping[name]
 
-    def listen(module, query, key, *args, scaling, **rest):
-        heard.append((query * scaling * query.shape[3] ** 0.5, key))
+    def observe(module, query, key, *args, scaling, **rest):
+        observed.append((query * scaling * query.shape[3] ** 0.5, key))
         return function(module, query, key, *args, scaling=scaling, **rest)
 
-    transformers.AttentionInterface.register(name, listen)
+    transformers.AttentionInterface.register(name, observe)
     try:
         with Recorder(model, path, every=1, heads=None, max_overhead=None) as recorder, torch.no_grad():
             model(**inputs)
-            return recorder.step(), heard
+            return recorder.step(), observed
     finally:
         transformers.AttentionInterface.register(name, function)
 
@@ -45,12 +45,12 @@ def test_recorded_as_converted(family, options, make, batch, tmp_path):
     kind = options if options in ("lln", "lln_diag", "block_diagonal") else "lln"
     settings = OPTIONS[options]
     model, inputs = lln.hf.convert(make(family), kind, **settings), batch()
-    records, heard = hear(model, inputs, tmp_path / "r.jsonl")
+    records, observed = record_with_inputs(model, inputs, tmp_path / "r.jsonl")
     assert {record["kind"] for record in records} == {kind}
     causal, keep = family == "granite", inputs["attention_mask"].bool()
     samples = {tokens: sample for sample, tokens in enumerate(keep.sum(1).tolist())}
     sample = samples[records[0]["tokens"]]
-    for layer, (query, key) in enumerate(heard):
+    for layer, (query, key) in enumerate(observed):
         of_layer = records[4 * layer : 4 * layer + 4]
         expected = entropy(query, key, kind=kind, key_padding_mask=keep, is_causal=causal, **settings)[sample]
         torch.testing.assert_close(torch.tensor([r["entropy"] for r in of_layer]), expected, rtol=1e-4, atol=1e-4)
@@ -69,10 +69,10 @@ def test_recorded_as_converted(family, options, make, batch, tmp_path):
 def test_a_learned_share_is_recorded_as_it_mixes(make, batch, tmp_path):
     model = lln.hf.convert(make("roberta"), "lln_diag", block_size=5, combine="ratio", share=0.1)
     inputs = batch()
-    records, heard = hear(model, inputs, tmp_path / "r.jsonl")
+    records, observed = record_with_inputs(model, inputs, tmp_path / "r.jsonl")
     keep = inputs["attention_mask"].bool()
     sample = keep.sum(1).tolist().index(records[0]["tokens"])
-    for layer, (query, key) in enumerate(heard):
+    for layer, (query, key) in enumerate(observed):
         far, near = (
             lln.attention_matrix(query, key, key_padding_mask=keep, **settings)[sample][:, keep[sample]]
             for settings in ({"kind": "lln"}, {"kind": "block_diagonal", "block_size": 5})
@@ -98,11 +98,11 @@ def test_learned_features_windows_and_gates_are_recorded(attention, causal, make
             for parameter in mechanism.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter))
     inputs = batch()
-    records, heard = hear(model, inputs, tmp_path / "r.jsonl")
+    records, observed = record_with_inputs(model, inputs, tmp_path / "r.jsonl")
     keep = inputs["attention_mask"].bool()
     sample = keep.sum(1).tolist().index(records[0]["tokens"])
     assert {record["kind"] for record in records} == {attention}
-    for layer, (query, key) in enumerate(heard):
+    for layer, (query, key) in enumerate(observed):
         identity = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)
         with torch.no_grad():
             matrix = mechanisms[layer](query, key, identity, key_padding_mask=keep, is_causal=causal)[sample]
@@ -122,10 +122,10 @@ def test_learned_features_windows_and_gates_are_recorded(attention, causal, make
 
 def test_learned_scales_are_recorded_by_their_lln_branch(make, batch, tmp_path):
     model, inputs = lln.hf.convert(make("roberta"), "lln_diag", block_size=5, combine="scale"), batch()
-    records, heard = hear(model, inputs, tmp_path / "r.jsonl")
+    records, observed = record_with_inputs(model, inputs, tmp_path / "r.jsonl")
     keep = inputs["attention_mask"].bool()
     sample = keep.sum(1).tolist().index(records[0]["tokens"])
-    expected = entropy(*heard[0], kind="lln", key_padding_mask=keep)[sample]
+    expected = entropy(*observed[0], kind="lln", key_padding_mask=keep)[sample]
     assert {record["kind"] for record in records} == {"lln"}
     torch.testing.assert_close(torch.tensor([r["entropy"] for r in records[:4]]), expected, rtol=1e-4, atol=1e-4)
 
@@ -133,7 +133,7 @@ def test_learned_scales_are_recorded_by_their_lln_branch(make, batch, tmp_path):
 def test_by_name(make, batch, tmp_path):
     model = make("bert")
     model.set_attn_implementation("lln_diag")
-    records, _ = hear(model, batch(), tmp_path / "r.jsonl")
+    records, _ = record_with_inputs(model, batch(), tmp_path / "r.jsonl")
     assert {record["kind"] for record in records} == {"lln_diag"}
 
 
@@ -141,7 +141,7 @@ def test_by_name(make, batch, tmp_path):
 def test_other_mechanisms_are_said_not_to_be_read(attention, make, batch, tmp_path):
     model = lln.hf.convert(make("bert"), attention)
     with pytest.warns(UserWarning, match=f"'{attention}' is neither softmax nor"):
-        assert hear(model, batch(), tmp_path / "r.jsonl")[0] == []
+        assert record_with_inputs(model, batch(), tmp_path / "r.jsonl")[0] == []
 
 
 def test_a_state_is_said_not_to_be_read(make, batch, tmp_path):

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from lln.cli import app
 from lln.linearize.config import LinearizeConfig
-from lln.paper.linearized_runs import METHODS, MODELS, RUNS, STEPS, chosen_runs, command
+from lln.paper.linearized_runs import MODELS, RUNS, STEPS, command
 
 
 @pytest.fixture
@@ -19,24 +19,13 @@ def models(tmp_path):
 def test_all_methods_of_a_model_have_the_same_budget(models, tmp_path):
     for run in RUNS:
         words = command(run, models, tmp_path / "out", tmp_path)
-        assert words[:2] == ["linearize", str(models / run.model)]
-        steps = [int(words[words.index(f"--{stage}-steps") + 1]) for stage in STEPS[run.model]]
-        assert sum(steps) == sum(STEPS[run.model].values())
+        assert words[:2] == ["linearize", str(models / run.task)]
+        steps = [int(words[words.index(f"--{stage}-steps") + 1]) for stage in STEPS[run.task]]
+        assert sum(steps) == sum(STEPS[run.task].values())
         assert ("--steps" in words) == (not run.is_trained)
     budgets = STEPS["minilm"], MODELS["minilm"]
     defaults = LinearizeConfig()  # what `lln linearize` does by itself is what is recorded
     assert budgets[0] == defaults.stage_steps()
-
-
-def test_runs_are_chosen_by_method_and_model(models):
-    assert [run.name for run in chosen_runs(models, ["lln"], [])] == ["minilm-lln-calibrated", "minilm-lln"]
-    assert {run.model for run in chosen_runs(models, [], ["smollm2"])} == {"smollm2"}
-    (models / "smollm2" / "config.json").unlink()
-    assert "smollm2" not in {run.model for run in chosen_runs(models, [], [])}
-    with pytest.raises(ValueError, match="may hold"):
-        chosen_runs(models, [], ["smollm2"])
-    with pytest.raises(ValueError, match=", ".join(METHODS)):
-        chosen_runs(models, ["nothing"], [])
 
 
 @pytest.mark.parametrize(
@@ -44,8 +33,12 @@ def test_runs_are_chosen_by_method_and_model(models):
     [
         ([], "--model must name a folder"),
         (["--model", "{models}"], "give --data-dir"),
-        (["--model", "{models}", "--data-dir", "{models}", "--seed", "1"], "seed 0 alone"),
-        (["--model", "{models}", "--data-dir", "{models}", "--task", "gpt"], "no model"),
+        (["--model", "{models}", "--data-dir", "{models}", "--seed", "1"], "has no seed 1; there are: 0"),
+        (["--model", "{models}", "--data-dir", "{models}", "--method", "tnn"], "has no method tnn; there are: lln, "),
+        (
+            ["--model", "{models}", "--data-dir", "{models}", "--task", "gpt"],
+            "has no task gpt; there are: minilm, stories15m, smollm2",
+        ),
     ],
 )
 def test_what_is_missing_is_said_before_anything_runs(models, tmp_path, monkeypatch, arguments, message):

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 from lln.paper import ablation, figure, figure1, load, reproduce, table, table3
+from lln.paper.jobs import Request
 from lln.report.page import update
 from lln.report.table import Table
 from lln.results import Result, add_result, read_results, write_results
@@ -182,13 +183,12 @@ def child(monkeypatch):
     return Child
 
 
-def test_reproduce_runs_what_is_missing_once(child, tmp_path):
+def test_reproduce_runs_what_is_missing_once(child, tmp_path, capsys):
     runs, results = tmp_path / "runs", tmp_path / "results"
     write_run(runs, "vision-softmax")
     (tmp_path / "dogs-vs-cats").mkdir()
     (tmp_path / "dogs-vs-cats" / "train.zip").touch()
-    said = []
-    reproduce.reproduce("table3", runs=runs, results=results, data_dir=tmp_path, say=said.append)
+    reproduce.reproduce("table3", Request(runs=runs, results=results, data_dir=tmp_path))
     assert [Path(c[c.index("--out") + 1]).name for c in child.started] == [
         "vision-lln_diag_learned",
         "vision-lln_diag",
@@ -202,9 +202,10 @@ def test_reproduce_runs_what_is_missing_once(child, tmp_path):
         "vision-lln_diag_learned",
         "vision-softmax",
     ]
-    reproduce.reproduce("table3", runs=runs, results=results, data_dir=None, say=said.append)
+    capsys.readouterr()
+    reproduce.reproduce("table3", Request(runs=runs, results=results))
     assert len(child.started) == 3
-    assert "4 of them finished before" in said[-1]
+    assert "4 of them finished before" in capsys.readouterr().err
 
 
 def test_results_have_no_paths_of_the_machine(tmp_path):
@@ -219,23 +220,23 @@ def test_results_have_no_paths_of_the_machine(tmp_path):
 def test_reproduce_goes_on_when_a_run_fails_and_says_which(child, tmp_path):
     child.fails = {"mlm-lln"}
     with pytest.raises(ValueError, match="5 runs are not finished: mlm-lln, glue-mnli-lln-seed0"):
-        reproduce.reproduce("mlm", runs=tmp_path / "r", results=tmp_path / "s", data_dir=None, say=lambda text: None)
+        reproduce.reproduce("mlm", Request(runs=tmp_path / "r", results=tmp_path / "s"))
     assert len(child.started) == len(reproduce.jobs("mlm")) - 4
 
 
 def test_reproduce_refuses_data_before_a_run_starts(child, tmp_path, monkeypatch):
-    folders = {"runs": tmp_path / "runs", "results": tmp_path / "results", "say": lambda text: None}
+    folders = {"runs": tmp_path / "runs", "results": tmp_path / "results"}
     with pytest.raises(ValueError, match=r"--data-dir must name a folder with data, and .*nowhere is none"):
-        reproduce.reproduce("mlm", data_dir=tmp_path / "nowhere", **folders)
+        reproduce.reproduce("mlm", Request(data_dir=tmp_path / "nowhere", **folders))
     monkeypatch.setenv("LLN_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="LLN_DATA must name a folder with data"):
-        reproduce.reproduce("figure1", data_dir=None, **folders)
+        reproduce.reproduce("figure1", Request(**folders))
     data = tmp_path / "data"
     for name in ("wikitext-2/train.txt", "wikipedia/enwiki.jsonl.gz", "glue/sst2/train.tsv", "glue/sst2/dev.tsv"):
         (data / name).parent.mkdir(parents=True, exist_ok=True)
         (data / name).touch()
     with pytest.raises(ValueError, match="lacks what the runs read") as refused:
-        reproduce.reproduce("all", data_dir=data, **folders)
+        reproduce.reproduce("all", Request(data_dir=data, **folders))
     missing = ("dogs-vs-cats/train.zip", "wikitext-2/valid.txt", "glue/mnli", "glue/qnli", "glue/qqp")
     assert [part.split(" is missing")[0].split()[-1] for part in str(refused.value).split(";")] == [
         str(data / name) for name in missing
@@ -243,7 +244,7 @@ def test_reproduce_refuses_data_before_a_run_starts(child, tmp_path, monkeypatch
     assert not child.started
     assert not folders["runs"].exists()
     (data / "wikitext-2" / "valid.txt").touch()
-    reproduce.reproduce("figure1", data_dir=data, **folders)
+    reproduce.reproduce("figure1", Request(data_dir=data, **folders))
     assert len(child.started) == 4
 
 
@@ -251,9 +252,7 @@ def test_reproduce_names_a_damaged_run_before_another_starts(child, tmp_path):
     write_run(tmp_path / "runs", "one-head-lln")
     (tmp_path / "runs" / "one-head-lln" / "summary.json").write_text('{"steps": 2')
     with pytest.raises(ValueError, match=r"one-head-lln/summary.json is damaged: .*; remove it"):
-        reproduce.reproduce(
-            "figure1", runs=tmp_path / "runs", results=tmp_path / "s", data_dir=None, say=lambda text: None
-        )
+        reproduce.reproduce("figure1", Request(runs=tmp_path / "runs", results=tmp_path / "s"))
     assert not child.started
 
 
@@ -262,7 +261,7 @@ def test_reproduce_finds_out_whether_it_can_write(child, tmp_path):
     for folders in ({"runs": "file", "results": "s"}, {"runs": "r", "results": "file/s"}):
         paths = {name: tmp_path / folder for name, folder in folders.items()}
         with pytest.raises(OSError, match=r"file.* cannot be written: .*; choose another, --r"):
-            reproduce.reproduce("figure1", data_dir=None, say=lambda text: None, **paths)
+            reproduce.reproduce("figure1", Request(**paths))
     assert not child.started
 
 
@@ -290,17 +289,17 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
 
 def test_parts_of_a_target_are_chosen_with_what_they_start_from(child, tmp_path, monkeypatch):
     monkeypatch.delenv("LLN_DATA", raising=False)
-    chosen = reproduce.chosen_jobs("mlm", methods=["elu"], tasks=["sst2"])
+    chosen = reproduce.chosen_jobs("mlm", Request(methods=["elu"], tasks=["sst2"]))
     assert [job.name for job in chosen] == ["mlm-elu", "glue-sst2-elu-seed0"]
-    assert len(reproduce.chosen_jobs("table5", tasks=["listops"])) == 8
+    assert len(reproduce.chosen_jobs("table5", Request(tasks=["listops"]))) == 8
     for options, message in (
         ({"methods": ["tnn"]}, "mlm has no method tnn; there are: softmax, "),
         ({"tasks": ["sst2"], "methods": ["elu"], "seeds": [1]}, "no run of this method, task and seed together"),
     ):
         with pytest.raises(ValueError, match=message):
-            reproduce.chosen_jobs("mlm", **options)
+            reproduce.chosen_jobs("mlm", Request(**options))
     with pytest.raises(ValueError, match="text needs data"):
-        reproduce.reproduce("table5", runs=tmp_path / "r", results=tmp_path / "s", tasks=["text"], say=print)
+        reproduce.reproduce("table5", Request(runs=tmp_path / "r", results=tmp_path / "s", tasks=["text"]))
     assert not child.started
 
 

@@ -11,6 +11,7 @@ import transformers
 from lln.linearize.config import BEST
 from lln.paper import table, table1_runs
 from lln.paper import table1 as report
+from lln.paper.jobs import Request
 from lln.paper.table1_runs import METHODS, SIX, STEPS, FineTuning, cells, chosen_cells, reproduce_table_1
 from lln.tasks import schedule
 from lln.tasks.presets import GLUE_TASKS, PRETRAINED
@@ -51,17 +52,17 @@ def test_the_papers_forms_leave_out_what_linearize_adds():
 
 
 def test_filters():
-    assert chosen_cells(["elu"], ["rte"], [2]) == [FineTuning("elu", "rte", 2)]
-    assert len(chosen_cells(["performer"], [], [])) == 4
-    assert len(chosen_cells([], ["imdb"], [0])) == 6
+    assert chosen_cells(Request(methods=["elu"], tasks=["rte"], seeds=[2])) == [FineTuning("elu", "rte", 2)]
+    assert len(chosen_cells(Request(methods=["performer"]))) == 4
+    assert len(chosen_cells(Request(tasks=["imdb"], seeds=[0]))) == 6
     for given, message in (
-        ((["linformer"], [], []), "table 1 has no method linformer; there are: softmax, "),
-        (([], ["wnli"], []), "table 1 has no task wnli; there are: mnli, "),
-        (([], [], [3]), "table 1 has no seed 3; there are: 0, 1, 2"),
-        ((["tnn"], ["rte"], []), "table 1 has no such runs: softmax, "),
+        ({"methods": ["linformer"]}, "table1 has no method linformer; there are: softmax, "),
+        ({"tasks": ["wnli"]}, "table1 has no task wnli; there are: mnli, "),
+        ({"seeds": [3]}, "table1 has no seed 3; there are: 0, 1, 2"),
+        ({"methods": ["tnn"], "tasks": ["rte"]}, "table1 has no run of .* together: softmax, "),
     ):
         with pytest.raises(ValueError, match=message):
-            chosen_cells(*given)
+            chosen_cells(Request(**given))
 
 
 class Child:
@@ -130,18 +131,15 @@ def places(tmp_path):
 
 
 def run(places, **options):
-    said = []
-    model = places["runs"].parent / "model"
-    reproduce_table_1(model, say=said.append, **places | options)
-    return said
+    reproduce_table_1(places["runs"].parent / "model", Request(**places | options))
 
 
 def lines(places):
     return [json.loads(line) for line in (places["results"] / "table1.jsonl").read_text().splitlines()]
 
 
-def test_runs_become_lines_and_their_folders_go(child, places):
-    said = run(places, methods=["softmax", "elu"], tasks=["rte"], seeds=[0])
+def test_runs_become_lines_and_their_folders_go(child, places, capsys):
+    run(places, methods=["softmax", "elu"], tasks=["rte"], seeds=[0])
     found = lines(places)
     assert [(x["method"], x["task"], x["seed"]) for x in found] == [("softmax", "rte", 0), ("elu", "rte", 0)]
     assert found[0]["metrics"] == {"accuracy": 0.5, "loss": 0.4}
@@ -159,14 +157,15 @@ def test_runs_become_lines_and_their_folders_go(child, places):
     assert "--from runs/table1/linear-elu-128" in found[1]["command"]
     assert "--data-dir DATA" in found[1]["command"]
     assert not (places["runs"] / "table1" / "elu-rte-seed0").exists()
-    assert any("jobs to go, about" in text for text in said)
+    assert "jobs to go, about" in capsys.readouterr().err
     assert [command[0] for command in child.started] == ["train", "linearize", "train"]
 
 
-def test_what_is_recorded_is_not_run_again(child, places):
+def test_what_is_recorded_is_not_run_again(child, places, capsys):
     run(places, methods=["elu"], tasks=["rte"], seeds=[0])
     before = len(child.started)
-    assert "1 of them finished before" in run(places, methods=["elu"], tasks=["rte"], seeds=[0])[0]
+    run(places, methods=["elu"], tasks=["rte"], seeds=[0])
+    assert "1 of them finished before" in capsys.readouterr().err
     assert len(child.started) == before
     run(places, methods=["elu"], tasks=["rte"])
     new = child.started[before:]
@@ -180,7 +179,7 @@ def test_runs_from_another_model_or_with_other_steps_are_not_mixed(child, places
     run(places, methods=["elu"], tasks=["rte"], seeds=[0])
     (places["runs"].parent / "model").rename(places["runs"].parent / "other")
     with pytest.raises(ValueError, match=r"table1\.jsonl holds runs from model, not from other"):
-        reproduce_table_1(places["runs"].parent / "other", say=print, **places, methods=["elu"])
+        reproduce_table_1(places["runs"].parent / "other", Request(**places, methods=["elu"]))
     (places["runs"].parent / "other").rename(places["runs"].parent / "model")
     path = places["runs"] / "table1" / "linear-elu-128" / "report.json"
     report = json.loads(path.read_text())
@@ -245,7 +244,7 @@ def test_refused(child, places, tmp_path):
         (tmp_path, "--model must name a folder with a Hugging Face encoder"),
     ):
         with pytest.raises(ValueError, match=message):
-            reproduce_table_1(model, **places)
+            reproduce_table_1(model, Request(**places))
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     linear = config | {"lln_attention": {"attention": "lln", "options": {}, "max_len": None}}
     (tmp_path / "model" / "config.json").write_text(json.dumps(linear))
@@ -255,16 +254,15 @@ def test_refused(child, places, tmp_path):
     assert not places["runs"].exists()
 
 
-def test_estimates_count_trials_and_validation():
+def test_estimates_count_trials_and_validation(capsys):
     cell = FineTuning("elu", "rte", 0)
     alone = table1_runs.fine_tuning_cost(cell, tries_rates=False)
     assert alone == pytest.approx(70 * (2490 * 3 + 0.3 * 277))
     assert table1_runs.fine_tuning_cost(cell, tries_rates=True) == pytest.approx(alone + 70 * 2490 * 3 * 2 * 0.4)
-    said = []
-    clock = table1_runs.Clock({"a": 3600.0, "b": 7200.0}, 2.0, 2, said.append)
-    clock.tell()
+    clock = table1_runs.Clock({"a": 3600.0, "b": 7200.0}, 2.0, 2)
+    clock.print_time_left()
     clock.on_end(schedule.Planned(name="a", log=None, command=list, is_finished=bool, record=str), 3600.0)
-    assert said == ["2 jobs to go, about 3.0 hours", "1 jobs to go, about 1.0 hours"]
+    assert capsys.readouterr().err.splitlines() == ["2 jobs to go, about 3.0 hours", "1 jobs to go, about 1.0 hours"]
 
 
 def line(method, task, seed, **metrics):

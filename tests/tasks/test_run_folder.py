@@ -14,13 +14,8 @@ SETTINGS = {"seed": 3, "steps": 5, "betas": (0.9, 0.98)}
 
 
 @pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def run(tmp_path, said):
-    with RunFolder(tmp_path / "run", SETTINGS, say=said.append) as run:
+def run(tmp_path):
+    with RunFolder(tmp_path / "run", SETTINGS) as run:
         yield run
 
 
@@ -177,11 +172,11 @@ def damage_manifest(folder):
         (damage_manifest, "manifest.json cannot be read"),
     ],
 )
-def test_damaged_checkpoint_falls_back(run, said, damage, reason):
+def test_damaged_checkpoint_falls_back(run, capsys, damage, reason):
     save(run, 2, 3)
     damage(run.path / "checkpoints" / "step-3")
     assert run.checkpoint().name == "step-2"
-    assert said == [f"Checkpoint step-3 is damaged ({reason}): taking the one before."]
+    assert capsys.readouterr().err == f"Checkpoint step-3 is damaged ({reason}): taking the one before.\n"
     save(run, 3)  # the continued run comes to that step again
     assert run.checkpoint().name == "step-3"
 
@@ -221,7 +216,7 @@ def test_cut_leaves_no_step_twice(run):
     assert records.read_text() == '{"step": 0}\n{"step": 3}\n'
 
 
-def test_finished(run, said):
+def test_finished(run):
     assert run.summary is None
     run.finish(lambda folder: (folder / "weights").touch(), {"eval_loss": 1.5})
     assert run.summary == {"eval_loss": 1.5}

@@ -43,7 +43,7 @@ def test_a_stop_asks_every_job_once_and_waits_for_it(monkeypatch, tmp_path):
         for name in ("a", "b", "c")
     ]
     with pytest.raises(KeyboardInterrupt):
-        run_jobs(jobs, side_by_side=2, say=lambda text: None)
+        run_jobs(jobs, side_by_side=2)
     assert [job.calls for job in ENDLESS] == [["terminate", "wait"]] * 2
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -52,6 +52,12 @@ def use(name: str) -> Iterator[None]:
     Raises:
         ValueError: there is no backend of that name.
         UnsupportedError: the backend cannot compute a problem of the block.
+
+    Example:
+        >>> x = torch.ones(1, 1, 4, 8)
+        >>> with lln.backends.use("torch"):
+        ...     print(lln.lln_attention(x, x, x).shape)
+        torch.Size([1, 1, 4, 8])
     """
     if name not in (names := [x.name for x in BACKENDS]):
         raise ValueError(f"a backend must be one of {', '.join(names)}, got {name!r}")
@@ -85,7 +91,23 @@ CALLS = Repeats(1024)
 
 
 def attention(problem: Problem, signature: Signature | None = None) -> Tensor:
-    """Compute a problem with the first backend that can; `signature` is that of a call that may be repeated."""
+    """Compute a problem with the first backend that can.
+
+    Args:
+        problem: a validated call, `Problem.make`.
+        signature: that of a call that may be repeated (`lln.repeats`), which is prepared then.
+
+    Returns:
+        The output (B, H, N, V).
+
+    Raises:
+        UnsupportedError: the backend of `use` cannot compute it.
+
+    Example:
+        >>> x = torch.ones(1, 1, 4, 8)
+        >>> attention(Problem.make(x, x, x, far=True, near=None)).shape
+        torch.Size([1, 1, 4, 8])
+    """
     if problem.is_empty:
         return problem.output_of_nothing()
     backend = choose(problem)
@@ -108,7 +130,24 @@ def near_with_lse(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def advance(recurrence: Recurrence, signature: Signature | None = None, repeats: Repeats | None = None) -> Advance:
-    """Compute the next tokens of a state with the first backend that can; a step that may be repeated is prepared."""
+    """Compute the next tokens of a state with the first backend that can; `lln.LLNState` calls it.
+
+    Args:
+        recurrence: the validated call of a state.
+        signature: that of a step that may be repeated (`lln.repeats`), which is prepared then.
+        repeats: where prepared steps of this state are kept.
+
+    Returns:
+        The outputs of the tokens, and the memory after them.
+
+    Raises:
+        UnsupportedError: the backend of `use` cannot compute it.
+
+    Example:
+        >>> state, x = lln.LLNState.empty(batch=1, heads=1, head_dim=8), torch.ones(1, 1, 1, 8)
+        >>> state.step(x, x, x)[0].shape  # by way of this function
+        torch.Size([1, 1, 1, 8])
+    """
     backend = _first(lambda backend: backend.why_not_advance(recurrence))
     if signature is not None and repeats is not None and (prepared := backend.prepare_step(recurrence)) is not None:
         repeats.keep(signature, backend, prepared)
@@ -119,7 +158,23 @@ def advance(recurrence: Recurrence, signature: Signature | None = None, repeats:
 
 
 def choose(problem: Problem) -> Backend:
-    """The first backend that can compute a problem; the last one, plain torch, always can."""
+    """The first backend that can compute a problem; the last one, plain torch, always can.
+
+    Args:
+        problem: a validated call, `Problem.make`.
+
+    Returns:
+        The backend.
+
+    Raises:
+        UnsupportedError: the backend of `use` cannot compute it.
+
+    Example:
+        >>> x = torch.ones(1, 1, 4, 8)
+        >>> with lln.backends.use("torch"):
+        ...     choose(Problem.make(x, x, x, far=True, near=None)).name
+        'torch'
+    """
     return _first(lambda backend: backend.why_not(problem))
 
 
@@ -141,8 +196,22 @@ def explain(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options
     The first that says yes is taken. Options are those of `lln.lln_diag_attention`; without `block_size` it is about
     `lln.lln_attention`.
 
+    Args:
+        query: (B, H, N, D).
+        key: (B, H_k, M, D).
+        value: (B, H_k, M, V).
+        options: those of the attention, without `cu_seqlens`.
+
+    Returns:
+        A line for people to read.
+
     Raises:
         TypeError, ValueError: the input is refused by the attention functions, too.
+
+    Example:
+        >>> x = torch.ones(1, 1, 4, 8, dtype=torch.float64)
+        >>> explain(x, x, x).endswith("torch: yes")
+        True
     """
     given: dict[str, Any] = dict(options)
     if given.pop("cu_seqlens", None) is not None:

@@ -40,9 +40,9 @@ def compare_attention(
     """A row for each pass, length and mechanism; all mechanisms of a length are timed in the same rounds.
 
     `ratio` is the first mechanism's time over a row's own. A mechanism that cannot run, would not fit into memory or
-    would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, as far as its growth
-    tells, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are left out.
-    `options` are those of `lln.zoo`; each mechanism gets the ones that it has.
+    would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, where its growth
+    was measured, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are
+    left out. `options` are those of `lln.zoo`; each mechanism gets the ones that it has.
     """
     setting = Setting(heads, head_dim, dtype, causal, device, options or {})
     candidates.check_names(mechanisms, setting)
@@ -124,16 +124,16 @@ def _reason_to_skip(
     """Why a mechanism is not measured, from what is known of shorter lengths."""
     measured = [row for row in before if "milliseconds" in row]
     lengths, times = [row["tokens"] for row in measured], [row["milliseconds"] for row in measured]
-    guess = (
+    prediction = (
         predict(lengths, times, tokens, quadratic=candidates.quadratic(name)) if math.isfinite(max_seconds) else None
     )
-    predicted = {} if guess is None else {"predicted_milliseconds": guess}
+    predicted = {} if prediction is None else {"predicted_milliseconds": prediction}
     needed, free = candidates.matrix_bytes(name, setting, tokens, backward=backward), _free_bytes(setting)
     if needed > FREE_SHARE * free:
         reason = f"its matrices would take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         return {"skipped": reason} | predicted
-    if guess is not None and guess > max_seconds * 1e3:
+    if prediction is not None and prediction > max_seconds * 1e3:
         return {
-            "skipped": f"a call would take about {guess / 1e3:.0f} s, over the limit of {max_seconds:g} s"
+            "skipped": f"a call would take about {prediction / 1e3:.0f} s, over the limit of {max_seconds:g} s"
         } | predicted
     return None

@@ -135,7 +135,7 @@ def make_call(name: str, setting: Setting, inputs: tuple[Tensor, ...], *, backwa
         packed = torch.stack([x.transpose(1, 2) for x in inputs], dim=2).flatten(2)
         return attention_call(_nystrom_package(setting), (packed,), like=like)
     own = tuple(x.detach() for x in inputs)  # others may run on the same without gradients
-    if name == "fla":  # which makes copies of inputs that do not lie in memory as it wants them
+    if name == "fla":  # which makes copies of inputs that do not lie in memory as it needs them
         own = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in own)
     return attention_call(_attention(name, setting, inputs[0].shape[2]), own, like=like)
 

@@ -68,7 +68,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a kernel."""
+    """What the compiler reports on a kernel."""
 
     variant: "Variant"
     arch: str
@@ -141,7 +141,7 @@ def variants_of(call: Any) -> Iterator[Variant]:
 
 
 def _described(x: Any, parameter: Any) -> Argument:
-    """An argument as Triton tells kernels apart by it."""
+    """An argument as Triton distinguishes kernels by it."""
     if isinstance(x, tuple):
         return type(x), tuple(_described(part, parameter) for part in x)
     is_one = isinstance(x, int) and x == 1 and not parameter.do_not_specialize
@@ -204,7 +204,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {text!r}")
+        raise RuntimeError(f"cuobjdump reports no registers: {text!r}")
     return int(found[1]), int(found[2])
 
 

@@ -1,8 +1,8 @@
 """Time and peak memory, measured so that a shared and noisy machine does little harm.
 
 Times: all candidates in one process, in turns, so that what slows one slows the others; medians, quartiles and ratios
-of medians. Memory: a new process for each measurement, its peak over what it held just before. `noise` says whether
-other programs keep the processors busy; `predict` says what a measurement that is left out would have given.
+of medians. Memory: a new process for each measurement, its peak over what it held just before. `noise` tests whether
+other programs keep the processors busy; `predict` estimates a measurement that is left out.
 """
 
 import os
@@ -84,7 +84,7 @@ def peak_memory(mechanism: str, *, tokens: int, heads: int, head_dim: int, backw
 
 
 def reset_peak() -> None:
-    """Forget the peak of this process so far, where the system can (Linux)."""
+    """Reset the peak of this process so far, where the system can (Linux)."""
     if Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
 

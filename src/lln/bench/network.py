@@ -28,7 +28,7 @@ def address(place: int) -> str:
 
 @contextmanager
 def namespaces(number: int, *, megabits: float, delay: float) -> Iterator[list[list[str]]]:
-    """Namespaces with `address(0)`, `address(1)`, ...; yields the words that run a command in each.
+    """Namespaces with `address(0)`, `address(1)`, ...; yields the arguments that run a command in each.
 
     Args:
         megabits: a second that each can send.
@@ -102,10 +102,10 @@ def _pass_on(devices: list[int], delay: float, stopped: threading.Event) -> None
                 os.write(devices[place], packet)
 
 
-def _run(*words: str) -> None:
+def _run(*command: str) -> None:
     try:
-        subprocess.run(words, check=True, capture_output=True, text=True)
+        subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{words[0]} is not installed; networks need the package iproute2") from error
+        raise FileNotFoundError(f"{command[0]} is not installed; networks need the package iproute2") from error
     except subprocess.CalledProcessError as error:
-        raise OSError(f"{' '.join(words)}: {error.stderr.strip()}") from error
+        raise OSError(f"{' '.join(command)}: {error.stderr.strip()}") from error

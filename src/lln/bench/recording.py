@@ -87,10 +87,10 @@ class Recording:
             add_result(self.path, self.result)
 
     def _check_same(self, before: Result, origin: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        pairs = [(words, before.origin.get(key), origin.get(key)) for key, words in SAME.items()]
-        for words, then, now in [("setting", before.settings, settings), *pairs]:
+        pairs = [(what, before.origin.get(key), origin.get(key)) for key, what in SAME.items()]
+        for what, then, now in [("setting", before.settings, settings), *pairs]:
             if then != now:
                 raise ValueError(
-                    f"{self.path} was measured with another {words} ({then}, here it is {now}); name another --out, or "
+                    f"{self.path} was measured with another {what} ({then}, here it is {now}); name another --out, or "
                     "measure all of it anew with --fresh"
                 )

@@ -120,8 +120,8 @@ def _in_passes(
         timings = time_in_turns(_runs(attentions, tensors, backward=backward), seconds=seconds, at_most=1000)
         for name in attentions:
             if name != base:
-                words = f"{name}, {case}, forward{'+backward' if backward else ''}"
-                yield _row(part, words, tokens, timings[name], timings[base], goal=goal)
+                label = f"{name}, {case}, forward{'+backward' if backward else ''}"
+                yield _row(part, label, tokens, timings[name], timings[base], goal=goal)
 
 
 def _calls(seconds: float) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from lln.bench.measure import peak_bytes, reset_peak
 from lln.bench.model import ModelSetting
 from lln.hf import convert
 
-GUESSED = 0.15  # of the tokens
+MASKED = 0.15  # of the tokens
 WARM_UP_TOKENS = 32
 
 
@@ -49,10 +49,10 @@ def _training_step(mechanism: str, tokens: int, setting: ModelSetting, seed: int
 
     def step(number: int) -> None:
         ids = torch.randint(4, setting.vocabulary, (1, number))
-        guessed = torch.rand(1, number) < GUESSED
-        guessed[0, 0] = True  # at least one
+        masked = torch.rand(1, number) < MASKED
+        masked[0, 0] = True  # at least one
         hidden = model.roberta(ids).last_hidden_state
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[guessed]), ids[guessed])
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[masked]), ids[masked])
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)

@@ -208,9 +208,9 @@ def kernels(
 
     dtypes = ("float16", "bfloat16", "float32")
     archs, chosen = names("--arch", arch, tuple(GPUS)), names("--dtype", dtype, dtypes)
-    for option, given, known in (("--arch", archs, tuple(GPUS)), ("--dtype", chosen, dtypes)):
-        if unknown := [x for x in given if x not in known]:
-            raise ValueError(f"{option} takes {', '.join(known)} separated by commas, got {unknown[0]!r}")
+    for option, given, allowed in (("--arch", archs, tuple(GPUS)), ("--dtype", chosen, dtypes)):
+        if refused := [x for x in given if x not in allowed]:
+            raise ValueError(f"{option} takes {', '.join(allowed)} separated by commas, got {refused[0]!r}")
     largest = max(widest(x) for x in chosen)
     if head_dim is not None and not 1 <= head_dim <= largest:
         raise ValueError(f"--head-dim must be 1 to {largest} for {', '.join(chosen)}, got {head_dim}")

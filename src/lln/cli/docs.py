@@ -52,9 +52,9 @@ def make_docs(
     (docs / "images").mkdir(exist_ok=True)
     if pictures or docs / HEADLINE in stale:
         console.print(str(draw_headline(docs, results)))
-    known = {} if pictures else digests(docs / DRAWN)
+    drawn = {} if pictures else digests(docs / DRAWN)
     for picture in recorded_pictures(results):
-        if known.get(picture.name) != picture.digest:
+        if drawn.get(picture.name) != picture.digest:
             console.print(str(picture.draw_into(docs / "images")))
     for path, new in pages.items():
         path.write_text(new, encoding="utf-8")

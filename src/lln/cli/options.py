@@ -44,18 +44,18 @@ def names(option: str, text: str | None, default: Sequence[str]) -> list[str]:
 
 def bench_command(context: typer.Context, *without: str) -> str:
     """The command of a measurement as one types it: all options that are not as by default, `without` some."""
-    words = ["lln", "bench", context.info_name or ""]
+    parts = ["lln", "bench", context.info_name or ""]
     for option in context.command.params:
         value = context.params[option.name or ""]
         if option.name in without or value == option.default or value in ([], ()):
             continue
         if option.param_type_name == "argument":
-            words.append(str(value))
+            parts.append(str(value))
         elif isinstance(value, (list, tuple)):
-            words += [part for one in value for part in (option.opts[0], str(one))]
+            parts += [x for one in value for x in (option.opts[0], str(one))]
         else:
-            words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
-    return " ".join(words)
+            parts += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    return " ".join(parts)
 
 
 def parameter(name: str, kind: Any, default: Any, extra: Any) -> inspect.Parameter:

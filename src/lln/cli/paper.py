@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lln.cli.options import DataDir, Json, Results, Seed
+from lln.paper import NAMES
 from lln.terminal import Progress, console, print_table
 
 
@@ -16,9 +17,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def show(
-    name: Annotated[
-        str, typer.Argument(help="table1 to table5, mlm, ablation; figure1, figure2, figure5 to figure10.")
-    ],
+    name: Annotated[str, typer.Argument(help=f"{', '.join(NAMES)}.")],
     out: Annotated[Path, typer.Option(help="Folder for the files: Markdown and PNG, or PNG, SVG and CSV.")] = Path(
         "shown"
     ),
@@ -49,10 +48,7 @@ def show(
 def reproduce(
     target: Annotated[
         str,
-        typer.Argument(
-            help="table1, table3, table5, linearized, mlm, ablation, figure1, figure8, figure10, or all: all but "
-            "table1, table5 and linearized."
-        ),
+        typer.Argument(help=f"Of {', '.join(NAMES)} what is trained, or all: all but table1, table5 and linearized."),
     ],
     runs: Annotated[Path, typer.Option(help="Folder for the runs, with their checkpoints.")] = Path("runs"),
     results: Results = Path("results"),
@@ -70,20 +66,22 @@ def reproduce(
     seed: Annotated[list[int], typer.Option(help="This seed alone; may be given several times.")] = [],  # noqa: B006
 ) -> None:
     """Train all that a table or figure of the paper shows; the same command continues after any interruption."""
-    options: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir, "side_by_side": jobs}
-    options |= {"methods": method, "tasks": task, "seeds": seed, "say": console.print}
+    from lln.paper.jobs import Request
+
+    folders: dict[str, Any] = {"runs": runs, "results": results, "data_dir": data_dir}
+    request = Request(**folders, side_by_side=jobs, methods=method, tasks=task, seeds=seed)
     if target == "table1":
         from lln.paper.table1_runs import reproduce_table_1
 
-        reproduce_table_1(model, **options)
+        reproduce_table_1(model, request)
         return
     if target == "linearized":
         from lln.paper.linearized_runs import reproduce_linearized
 
-        reproduce_linearized(model, **options)
+        reproduce_linearized(model, request)
         return
     if model is not None:
         raise ValueError(f"--model is an option of table1 and linearized, not of {target}")
     from lln.paper.reproduce import reproduce as run
 
-    run(target, **options)
+    run(target, request)

@@ -30,7 +30,7 @@ ZOO = "lln_zoo"
 # What is added to a score to hide its key; models write -10000 or the lowest number of the dtype, and exp of it is 0.
 HIDDEN = -1e4
 
-# What models hand to their attention function: arguments that it knows, and others that change scores or hide keys. The
+# What models pass to their attention function: arguments that it uses, and others that change scores or hide keys. The
 # latter are None or False where they are not used.
 KNOWN = {
     *("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "output_attentions"),
@@ -175,7 +175,7 @@ def set_state_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def refuse_weights(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook on converted models, because not all of them tell their attention function about output_attentions."""
+    """A hook on converted models, because not all of them pass output_attentions to their attention function."""
     asked = kwargs.get("output_attentions")
     _refuse({"output_attentions": model.config.output_attentions if asked is None else asked})
 

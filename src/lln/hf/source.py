@@ -1,4 +1,4 @@
-"""What the source of a model says about its attention, before the model runs; transformers itself reads it too.
+"""What the source of a model shows about its attention, before the model runs; transformers itself reads it too.
 
 An attention module asks for its attention function and calls it:
 

@@ -19,7 +19,7 @@ from lln.mechanism import JoinedBranches
 from lln.state import LLNState
 from lln.zoo import Mechanism
 
-# Tokens that can be taken back unless `lln.hf.convert` is told otherwise; assistants propose 20 at once by default.
+# Tokens that can be taken back unless `lln.hf.convert` is given another number; assistants propose 20 by default.
 MAX_ROLLBACK = 64
 
 # Inputs of `LLNState.prefill` by name, and which of their dimensions are the tokens.
@@ -35,7 +35,7 @@ def has_state(mechanism: Mechanism) -> bool:
 
 
 class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """What one layer remembers of the tokens so far, padding included in their number."""
+    """What one layer keeps of the tokens so far, padding included in their number."""
 
     is_sliding = False
     is_croppable = True
@@ -60,7 +60,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Counts the new tokens and hands them back alone: `attend` knows the rest."""
+        """Counts the new tokens and returns them alone: `attend` has the rest."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.length += key_states.shape[2]
@@ -203,21 +203,21 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.first = tuple(cut.values()) if -tokens_to_remove < self.length else None
             self.length = max(0, self.length + tokens_to_remove)
             return
-        known = sum(map(_length, self.recorded))
-        if -tokens_to_remove > known:
+        recorded = sum(map(_length, self.recorded))
+        if -tokens_to_remove > recorded:
             remedy = (
                 f"lln.hf.convert(model, ..., max_rollback={-tokens_to_remove}) keeps enough of them"
                 if self.record_past
                 else "call cache.activate_past_recording() before the tokens that may have to be taken back"
             )
             raise ValueError(
-                f"a state of constant size can take back {known} tokens here, got crop({tokens_to_remove}); {remedy}"
+                f"a state of constant size can take back {recorded} tokens here, got crop({tokens_to_remove}); {remedy}"
             )
         self.state = self.base
         self.length += tokens_to_remove
-        left: Any = _cut(_join(self.recorded), 0, known + tokens_to_remove)
+        left: Any = _cut(_join(self.recorded), 0, recorded + tokens_to_remove)
         self.recorded = []
-        if known + tokens_to_remove > 0:
+        if recorded + tokens_to_remove > 0:
             assert self.base is not None
             _, self.state = self.base.prefill(**left)
             self.recorded = [left]
@@ -258,7 +258,7 @@ def _join(pieces: list[Piece]) -> Piece:
 def note_past_recording() -> None:
     """Make `Cache.activate_past_recording` leave a mark on the cache.
 
-    It tells the layers that a cache has, and `generate` calls it before the first tokens, when ours are not there yet.
+    It goes to the layers of a cache, and `generate` calls it before the first tokens, when ours are not there yet.
     """
     activate: Any = Cache.activate_past_recording
     if hasattr(activate, "__wrapped__"):

@@ -1,8 +1,8 @@
 """What separates biased from unbiased concentration (section 3.2.2): the parts of the entropy deficit.
 
-Rows can be concentrated in two ways. Either all of them look at the same few columns (biased: the output hardly depends
-on the query, and the spectral gap is large although entropy is low), or each looks at columns of its own (unbiased).
-With p̄ the mean row, u the uniform one and KL in bits, the entropy that is missing splits exactly:
+Rows can be concentrated in two ways. Either all of them attend to the same few columns (biased: the output hardly
+depends on the query, and the spectral gap is large although entropy is low), or each attends to columns of its own
+(unbiased). With p̄ the mean row, u the uniform one and KL in bits, the entropy that is missing splits exactly:
 
     log2 M - H(P)  =  KL(p̄ || u)  +  1/N sum_i KL(p_i || p̄)
     deficit           biased         unbiased: the mutual information of query and key
@@ -40,8 +40,8 @@ class Concentration:
 def bias(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """How far the matrix leans to particular columns, in bits: KL(p̄ || u) of the mean row p̄ from the uniform one.
 
-    0 when every key gets the same attention in total (uniform, identity, any permutation), log2 M when all rows look at
-    one key. It is the biased part of the entropy deficit; `concentration` gives all parts.
+    0 when every key gets the same attention in total (uniform, identity, any permutation), log2 M when all rows attend
+    to one key. It is the biased part of the entropy deficit; `concentration` gives all parts.
 
     Args:
         attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
@@ -57,7 +57,7 @@ def bias(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options
     Example:
         >>> bias(torch.eye(4))
         tensor(0.)
-        >>> bias(torch.eye(4)[[2, 2, 2, 2]])  # all rows look at one key
+        >>> bias(torch.eye(4)[[2, 2, 2, 2]])  # all rows attend to one key
         tensor(2.)
     """
     return concentration(attention, key, **options).biased

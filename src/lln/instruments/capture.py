@@ -265,7 +265,7 @@ def _unpacked(query: Tensor, key: Tensor, mask: Any, rest: dict[str, Any]) -> tu
 
 
 def _add_settings(options: Options, mechanism: Mechanism, query: Tensor, key: Tensor) -> None:
-    """What a mechanism says of itself."""
+    """The options that a mechanism gives for its attention."""
     settings = mechanism.recorded_options(query, key)
     if settings is None:
         raise UnreadableError(f"{type(mechanism).__name__} has no matrix that can be read")

@@ -119,11 +119,11 @@ def inspect_network(
     was_training = network.training
     network.eval()
     with Tap(network, lambda batch, heads: (0, list(range(heads)))) as tap, torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* is not recorded: ")  # it is refused below, in the same words
+        warnings.filterwarnings("ignore", message=".* is not recorded: ")  # it is refused below, by the same message
         try:
             main(**inputs)
         except Exception as error:
-            raise ValueError(f"{name} cannot be run on a text: {_words(error)}") from error
+            raise ValueError(f"{name} cannot be run on a text: {_one_line(error)}") from error
         finally:
             network.train(was_training)
     for layer, reason in tap.refused.items():
@@ -231,13 +231,13 @@ def load_model(model: str, auto_class: str = "AutoModel") -> tuple[Any, Any, lis
     if folder.is_dir():
         config = transformers.AutoConfig.from_pretrained(folder)
         weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
-        words = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     else:
-        weights = words = False
+        weights = has_tokenizer = False
         try:
             config = transformers.AutoConfig.for_model(model, **SMALL)
         except Exception as error:
-            raise ValueError(f"no small {model} can be made, give a saved one: {_words(error)}") from error
+            raise ValueError(f"no small {model} can be made, give a saved one: {_one_line(error)}") from error
     if weights and hasattr(config, "lln_attention"):
         from lln.hf import from_pretrained
 
@@ -251,15 +251,15 @@ def load_model(model: str, auto_class: str = "AutoModel") -> tuple[Any, Any, lis
             try:
                 network = factory.from_config(config)
             except Exception as error:
-                raise ValueError(f"no {model} can be made of its configuration: {_words(error)}") from error
-    if not words:
+                raise ValueError(f"no {model} can be made of its configuration: {_one_line(error)}") from error
+    if not has_tokenizer:
         notes.append("no tokenizer found, so the bytes of the text are its tokens")
     if network.main_input_name != "input_ids":
         raise ValueError(f"{model} reads {network.main_input_name}, not text; record it with lln.instruments.Recorder")
-    return network, transformers.AutoTokenizer.from_pretrained(folder) if words else None, notes
+    return network, transformers.AutoTokenizer.from_pretrained(folder) if has_tokenizer else None, notes
 
 
-def _words(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -276,9 +276,9 @@ def encode(network: Any, tokenizer: Any, text: str, tokens: int) -> list[Tensor]
         parts = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
     else:
         # Small ids are often special, such as padding, which would be masked.
-        words = network.config.get_text_config().vocab_size
-        first = max(0, min(10, words - BYTES))
-        ids = [first + byte % (words - first) for byte in text.encode()]
+        vocabulary = network.config.get_text_config().vocab_size
+        first = max(0, min(10, vocabulary - BYTES))
+        ids = [first + byte % (vocabulary - first) for byte in text.encode()]
         parts = [ids[start : start + length] for start in range(0, len(ids), length)]
     return [torch.tensor([part]) for part in parts]
 

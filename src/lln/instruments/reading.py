@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
     """What may follow (query, key): the options of `lln.attention_matrix`. A matrix takes only the two masks.
 
     `features` are a (B, H, N, F) and b (B, H, M, F) of the kernel exp(a_i) . exp(b_j), where LLN attention has learned
-    them: its matching, form and scales have no say then.
+    them: its matching, form and scales do not count then.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
 def measure(
     instrument: Callable[[Rows], Tensor], attention: Tensor, key: Tensor | None, options: Options, *, fields: int = 1
 ) -> Tensor:
-    """What `instrument` says about each head: it turns `Rows` into (G, fields), and the result is (leading, fields).
+    """The value of `instrument` for each head: it turns `Rows` into (G, fields), and the result is (leading, fields).
 
     With one field the instrument gives (G,) and the result has the leading dimensions. NaN where all is padding.
     """

@@ -33,7 +33,7 @@ class Recorder:
 
     Up to `tokens` tokens everything is exact. Beyond, entropy and bias are those of so many random rows, each over all
     its keys, which makes bias too large: by unbiased / rows where rows differ little, by up to log2(N / rows) where
-    each looks at a key of its own; and the gap is that of the chain among the sampled tokens, a rough estimate. The
+    each attends to a key of its own; and the gap is that of the chain among the sampled tokens, a rough estimate. The
     gap of LLN stays exact, that of causal attention is over the sampled rows. alpha and beta are null for softmax, the
     gap is for cross attention and where a sampled row has no weight among the sampled tokens, and all are where query
     or key is not finite.
@@ -103,7 +103,14 @@ class Recorder:
         self._prepare()
 
     def step(self) -> list[Record]:
-        """Ends a step: writes and returns its records, if it was recorded and any attention ran."""
+        """End a step, and write its records if it was recorded and any attention ran.
+
+        Returns:
+            The records, one for each head; none if the step was not recorded.
+
+        Raises:
+            ValueError: the recorder is closed.
+        """
         if self._closed:
             raise ValueError("this recorder is closed; make a new one with the same path and first_step to continue")
         records: list[Record] = []
@@ -135,7 +142,11 @@ class Recorder:
         self._warned = True
 
     def table(self) -> list[Record]:
-        """All records in the file, for `pandas.DataFrame(recorder.table())` or `write_table`."""
+        """All records in the file, for `pandas.DataFrame(recorder.table())` or `write_table`.
+
+        Returns:
+            The records, in their order.
+        """
         return read_records(self._file.path)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Observes the attentions of a model while it runs, without changing a bit of what it computes.
 
-Modules get a `forward` that looks at its arguments and then calls the module's own; Hugging Face models are observed
+Modules get a `forward` that reads its arguments and then calls the module's own; Hugging Face models are observed
 where they look up their attention function. Hooks would be simpler, but torch's fused encoder is not used with them,
 which rounds differently. What is looked at is copied without gradients, without random numbers, and outside autocast,
 so that its cache of cast weights is never touched and values are not rounded more than the model's own.
@@ -65,7 +65,7 @@ def _own_forward(module: nn.Module) -> Any:
 class Tap(AbstractContextManager["Tap"]):
     """Captures the first call of each attention in `model` while it is open; `seconds` is what that took.
 
-    `refused` says of the attentions that cannot be read why, `calls` how often each was called.
+    `refused` has the reason for each attention that cannot be read, `calls` how often each was called.
     """
 
     def __init__(self, model: nn.Module, choose: Choose) -> None:

@@ -32,7 +32,6 @@ from lln.tasks.data.folder import digest, hashed_share
 from lln.tasks.display import Display
 from lln.tasks.run import PROVENANCE, SUMMARY, RunFolder, write_json
 from lln.tasks.saving import save_model
-from lln.terminal import errors
 
 HEADS = "heads.html"
 LONGEST_SHOWN = 256  # tokens of the passage on the page of heads: a page of a longer one would be many megabytes
@@ -120,11 +119,10 @@ def linearize(
         adapters = add_lora(student, config.lora_rank) if config.lora_rank else None
     student.train(False)
     began_with = source.fingerprint() | fingerprint(model, pairs)
-    say = _silent if quiet else errors.print
-    with RunFolder(place / WORK, {"experiment": "linearize"} | config.settings(), say=say) as run:
+    with RunFolder(place / WORK, {"experiment": "linearize"} | config.settings(), quiet=quiet) as run:
         run.check_data(began_with)
         if run.summary is not None:
-            run.say(f"{place} is finished: nothing to do.")
+            run.print(f"{place} is finished: nothing to do.")
             return Linearized(from_pretrained(place, type(model)), read_json(place / "report.json", "remove it"))
         work = Linearizer(student, teacher, source, config)
         try:
@@ -278,7 +276,7 @@ def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
         if stage not in found["kept"]:
             rows = kept.measure(work.student)
             note("kept", found["kept"] | {stage: rows})
-            run.say(f"After {stage}: {describe(rows[-1])}")
+            run.print(f"After {stage}: {describe(rows[-1])}")
 
     train(work, run, quiet=quiet, after_stage=after_stage)
     if "ablation" not in found:
@@ -352,7 +350,3 @@ def describe(row: Mapping[str, float]) -> str:
         )
     rank = f", rank correlation {row['rank_correlation']:.4f}" if "rank_correlation" in row else ""
     return f"cosine {row['cosine']:.4f}{rank}, at {row['length'] or 'all'} tokens"
-
-
-def _silent(message: str) -> None:
-    pass

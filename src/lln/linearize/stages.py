@@ -224,7 +224,7 @@ def train(
         done = int(checkpoint.name.removeprefix("step-"))
         run.cut(done)
         run.note_continued(done)
-        run.say(f"Continuing {run.path} from step {done} of {total}.")
+        run.print(f"Continuing {run.path} from step {done} of {total}.")
     else:
         display = Display("calibrate", len(work.mechanisms), 0, quiet=quiet)
         layers = iter(range(1, len(work.mechanisms) + 1))
@@ -269,7 +269,7 @@ def _train_stage(
     for mechanism in work.mechanisms.values():
         mechanism.train()
     try:
-        with StopSignals(display.say) as stop:
+        with StopSignals(display) as stop:
             for step in range(done - first, stage.steps):
                 set_seed(int(np.random.SeedSequence((work.config.seed, first + step)).generate_state(1)[0]))
                 batch = work.source.batch(stage.name, step)
@@ -302,7 +302,7 @@ def _train_stage(
                     run.save_checkpoint(number, files, keep=2)
                     saved = time.monotonic()
                 if stop.requested and not is_last:
-                    display.say(f"Stopped in {stage.name} at step {number}; the same command continues.")
+                    display.print(f"Stopped in {stage.name} at step {number}; the same command continues.")
                     raise KeyboardInterrupt
     finally:
         metrics.close()

@@ -63,7 +63,7 @@ class Moments:
 
 
 class PrefixSums(NamedTuple):
-    """What the statistics of a growing sequence need to remember of its past."""
+    """What the statistics of a growing sequence keep of its past."""
 
     tokens: Tensor  # (B,) kept so far
     query: Tensor  # (B, H, 3) sums over tokens of the mean of its entries, the mean's square, and their variance
@@ -123,7 +123,7 @@ def moments_of(
 
 def check_causal_options(is_causal: bool, scope: Scope, query_padding_mask: Tensor | None) -> None:
     if is_causal and scope == "batch":
-        raise ValueError('scope="batch" looks at whole sequences; with is_causal=True use scope="sample"')
+        raise ValueError('scope="batch" takes whole sequences; with is_causal=True use scope="sample"')
     if is_causal and query_padding_mask is not None:
         raise ValueError("with is_causal=True the queries are the keys' tokens; leave query_padding_mask out")
 
@@ -151,7 +151,7 @@ def empty_sums(query: Tensor) -> PrefixSums:
 
 @in_full_precision
 def prefix_moments(query: Tensor, key: Tensor, keep: Tensor | None, past: PrefixSums) -> tuple[Moments, PrefixSums]:
-    """Moments (B, H, N) of the past and the tokens up to each one, and what to remember after the last."""
+    """Moments (B, H, N) of the past and the tokens up to each one, and what is kept after the last."""
     query, key = query.detach(), key.detach()
     groups = query.shape[1] // key.shape[1]
     count = past.tokens[:, None] + kept_tokens(keep, query).cumsum(dim=1)

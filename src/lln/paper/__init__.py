@@ -1,6 +1,6 @@
 """The paper's tables and figures, and three tables of our own: one module each, with the published numbers beside ours.
 
-What a module has says what it is:
+The attributes of a module define what it is:
 
     make(results, file)             a table, from what is recorded in the folder `results`
     read(results), draw(...)        a figure of recorded runs
@@ -46,8 +46,18 @@ TOKENS, HEAD_DIMS = (16, 4096), (4, 1024)
 def load(name: str) -> Any:
     """The module of a table or figure.
 
+    Args:
+        name: one of `NAMES`.
+
+    Returns:
+        The module, see above.
+
     Raises:
         ValueError: there is no such table or figure.
+
+    Example:
+        >>> load("table5").JOBS[0].name
+        'listops-softmax'
     """
     if name not in NAMES:
         raise ValueError(f"there is no {name!r}; there are: {', '.join(NAMES)}")
@@ -55,7 +65,15 @@ def load(name: str) -> Any:
 
 
 def tables() -> list[str]:
-    """The names of what is a table."""
+    """The names of what is a table.
+
+    Returns:
+        Names, in the order of `NAMES`.
+
+    Example:
+        >>> "table1" in tables()
+        True
+    """
     return [name for name in NAMES if hasattr(load(name), "make")]
 
 
@@ -65,7 +83,7 @@ def table(
     """Make a table from recorded results.
 
     Args:
-        name: table1 to table5, mlm (GLUE after pre-training from a random start), or ablation.
+        name: one of `tables()`.
         out: the folder for NAME.md and NAME.png, which is made.
         results: the folder with result files.
 
@@ -102,7 +120,7 @@ def figure(
     """Draw a figure. The same arguments give the same files, at one commit and on one machine.
 
     Args:
-        name: figure1, figure2, figure5, ... figure10.
+        name: one of `NAMES` that is no table.
         out: the folder for NAME.png, NAME.svg and NAME.csv, which is made.
         results: the folder with result files, for figures of recorded runs.
         head_dim: of figures that are measured, the head dimension.

@@ -1,8 +1,13 @@
 """The runs behind tables and figures: what `lln reproduce` starts, one `lln train ...` for each."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 from lln.zoo import describe
+
+Run = TypeVar("Run")
 
 # The paper's LLN+Diag.
 AVERAGE = ("lln_diag", "--option", "combine=average")
@@ -19,7 +24,7 @@ ATTENTIONS = {
     "lln_diag_decomposed": (*WINDOW, "--option", "combine=average", "--option", "form=decomposed"),
     "lln_diag_mass": (*WINDOW, "--option", "combine=mass", "--option", "form=unbiased"),
 }
-# What a table says of an attention beside the title of its mechanism.
+# What a table adds to an attention beside the title of its mechanism.
 VARIANTS = {
     "lln_diag_learned": "learned share",
     "lln_diag_unbiased": "unbiased, window",
@@ -43,6 +48,63 @@ class Job:
     method: str = ""
     task: str = ""
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `lln reproduce` takes beside its target.
+
+    Args:
+        runs: the folder for the run folders.
+        results: the folder for the result files.
+        data_dir: the data folder; left out, the environment variable LLN_DATA.
+        side_by_side: runs at a time, which share the cores.
+        methods: these methods alone.
+        tasks: these tasks alone.
+        seeds: these seeds alone.
+
+    Raises:
+        ValueError: no run is to run at a time.
+    """
+
+    runs: Path = Path("runs")
+    results: Path = Path("results")
+    data_dir: Path | None = None
+    side_by_side: int = 2
+    methods: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    seeds: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.side_by_side < 1:
+            raise ValueError(f"at least one job must run at a time, got {self.side_by_side}")
+
+    def select(self, target: str, runs: Iterable[Run], *, hint: str = "") -> list[Run]:
+        """The runs of the methods, tasks and seeds that are asked for; all where none are named.
+
+        Args:
+            target: what the runs are behind, for messages.
+            runs: anything with `method`, `task` and `seed`.
+            hint: which combinations there are, for the message where none is left.
+
+        Returns:
+            The runs, in their order.
+
+        Raises:
+            ValueError: there is no such method, task or seed, or no run of all of them together.
+        """
+        found = list(runs)
+        given: dict[str, Sequence[Any]] = {"method": self.methods, "task": self.tasks, "seed": self.seeds}
+        for kind, values in given.items():
+            names = [x for x in dict.fromkeys(getattr(run, kind) for run in found) if x != ""]
+            for value in values:
+                if value not in names:
+                    there = f"; there are: {', '.join(map(str, names))}" if names else ""
+                    raise ValueError(f"{target} has no {kind} {value}{there}")
+        found = [run for run in found if all(not x or getattr(run, kind) in x for kind, x in given.items())]
+        if not found:
+            raise ValueError(f"{target} has no run of this method, task and seed together{hint}")
+        return found
 
 
 def vision(name: str, attention: str, *arguments: str) -> Job:

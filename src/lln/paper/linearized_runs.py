@@ -4,16 +4,17 @@
 (SmolLM2-135M-Instruct); those that are not there are left out. All methods of a model have the same budget.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lln.paper.jobs import Request
 from lln.paper.table1_runs import REMAKE, Method
 from lln.provenance import read_json
 from lln.results import add_result, check_writable
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.run import SUMMARY, make_folder
 from lln.tasks.schedule import Planned, run_jobs
+from lln.terminal import errors
 
 RESULT = "linearized.jsonl"
 METHODS = {
@@ -43,13 +44,14 @@ STEPS = {
 class Run:
     """One model and one method; without steps it is calibrated and not trained."""
 
-    model: str
+    task: str  # the name of the model
     method: str
     is_trained: bool = True
+    seed: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.method}{'' if self.is_trained else '-calibrated'}"
+        return f"{self.task}-{self.method}{'' if self.is_trained else '-calibrated'}"
 
 
 RUNS = (
@@ -66,19 +68,8 @@ RUNS = (
 )
 
 
-def reproduce_linearized(
-    models: Path | None,
-    *,
-    runs: Path,
-    results: Path,
-    data_dir: Path | None,
-    methods: Sequence[str] = (),
-    tasks: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-    side_by_side: int = 2,
-    say: Callable[[str], None] = print,
-) -> None:
-    """Run what is not finished, and write what was kept to RESULTS/linearized.jsonl; `tasks` are names of models.
+def reproduce_linearized(models: Path | None, request: Request) -> None:
+    """Run what is not finished, and write what was kept to RESULTS/linearized.jsonl; tasks are names of models.
 
     Raises:
         ValueError: models or data are missing, a folder holds a run of another model or with other steps, or runs
@@ -86,16 +77,13 @@ def reproduce_linearized(
     """
     from lln.linearize.linear import linearized_result
 
-    if side_by_side < 1:
-        raise ValueError(f"at least one job must run at a time, got {side_by_side}")
     if models is None or not any((models / name / "config.json").is_file() for name in MODELS):
         raise ValueError(f"--model must name a folder that holds Hugging Face models as folders {', '.join(MODELS)}")
-    data = find_data(data_dir)
+    data = find_data(request.data_dir)
     if data is None:
         raise ValueError("these runs read texts and pairs of sentences: give --data-dir, or set LLN_DATA")
-    if any(seed != 0 for seed in seeds):
-        raise ValueError(f"these runs have seed 0 alone, got {', '.join(map(str, seeds))}")
-    planned = chosen_runs(models, methods, tasks)
+    runs, results = request.runs, request.results
+    planned = request.select("linearized", (run for run in RUNS if (models / run.task / "config.json").is_file()))
     make_folder(runs, "--runs")
     make_folder(results, "--results")
     check_writable(results / RESULT)
@@ -122,38 +110,17 @@ def reproduce_linearized(
     finished = [job for job in jobs if job.is_finished()]
     for run, job in zip(planned, jobs, strict=True):
         if job in finished:
-            METHODS[run.method].check(runs / "linearized" / run.name, models / run.model, STEPS[run.model])
+            METHODS[run.method].check(runs / "linearized" / run.name, models / run.task, STEPS[run.task])
             job.record()
-    say(f"linearized: {len(jobs)} runs, {len(finished)} of them finished before")
-    run_jobs([job for job in jobs if job not in finished], side_by_side=side_by_side, say=say)
-
-
-def chosen_runs(models: Path, methods: Sequence[str], tasks: Sequence[str]) -> list[Run]:
-    """The runs of some methods and models, of those that are there."""
-    for kind, given, names in (
-        ("method", methods, METHODS),
-        ("model (--task)", tasks, MODELS),
-    ):
-        for value in given:
-            if value not in names:
-                raise ValueError(f"linearized has no {kind} {value}; there are: {', '.join(names)}")
-    found = [
-        run
-        for run in RUNS
-        if (not methods or run.method in methods)
-        and (not tasks or run.model in tasks)
-        and (models / run.model / "config.json").is_file()
-    ]
-    if not found:
-        raise ValueError(f"{models} holds no model of these runs; it may hold: {', '.join(MODELS)}")
-    return found
+    errors.print(f"linearized: {len(jobs)} runs, {len(finished)} of them finished before")
+    run_jobs([job for job in jobs if job not in finished], side_by_side=request.side_by_side)
 
 
 def command(run: Run, models: Path, folder: Path, data: Path) -> list[str]:
     """The `lln linearize` of a run."""
-    reads = [part.format(data=data) for part in MODELS[run.model]]
+    reads = [part.format(data=data) for part in MODELS[run.task]]
     return [
-        *("linearize", str(models / run.model), *METHODS[run.method].flags(STEPS[run.model]), *reads),
+        *("linearize", str(models / run.task), *METHODS[run.method].flags(STEPS[run.task]), *reads),
         *(() if run.is_trained else ("--steps", "0")),
         *("--precision", "bf16", "--data-dir", str(data), "--out", str(folder), "--quiet"),
     ]

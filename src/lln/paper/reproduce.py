@@ -6,12 +6,11 @@ found becomes lines of RESULTS/TARGET.jsonl. Table 1, which starts from a pretra
 `lln.paper.table1_runs`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lln.paper import NAMES, load
-from lln.paper.jobs import Job
+from lln.paper.jobs import Job, Request
 from lln.provenance import read_json
 from lln.results import add_result, check_writable
 from lln.tasks.data.folder import data_dir as find_data
@@ -22,6 +21,7 @@ from lln.tasks.lra.config import LraConfig
 from lln.tasks.lra.data import load as load_lra
 from lln.tasks.run import RESTORE, SUMMARY, make_folder, run_result
 from lln.tasks.schedule import Planned, run_jobs
+from lln.terminal import errors
 
 NOT_IN_ALL = ("table5",)  # hours
 
@@ -42,69 +42,36 @@ def targets() -> list[str]:
     return [name for name in NAMES if hasattr(load(name), "JOBS")]
 
 
-def chosen_jobs(
-    target: str, *, methods: Sequence[str] = (), tasks: Sequence[str] = (), seeds: Sequence[int] = ()
-) -> list[Job]:
-    """The jobs of some methods, tasks and seeds, with those that they start from; all where none are named."""
+def chosen_jobs(target: str, request: Request) -> list[Job]:
+    """The jobs that are asked for, with those that they start from."""
     planned = jobs(target)
-    wanted: dict[str, list[Any]] = {"method": list(methods), "task": list(tasks), "seed": list(seeds)}
-    for kind, values in wanted.items():
-        known = [x for x in dict.fromkeys(getattr(job, kind) for job in planned) if x != ""]
-        for value in values:
-            if value not in known:
-                names = f"; there are: {', '.join(map(str, known))}" if known else ""
-                raise ValueError(f"{target} has no {kind} {value}{names}")
-    found = [job for job in planned if all(not x or getattr(job, kind) in x for kind, x in wanted.items())]
-    if not found:
-        raise ValueError(f"{target} has no run of this method, task and seed together")
+    found = request.select(target, planned)
     needed = {job.after for job in found}
     return [job for job in planned if job in found or job.name in needed]
 
 
-def reproduce(
-    target: str,
-    *,
-    runs: Path,
-    results: Path,
-    data_dir: Path | None = None,
-    side_by_side: int = 2,
-    say: Callable[[str], None] = print,
-    methods: Sequence[str] = (),
-    tasks: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-) -> None:
+def reproduce(target: str, request: Request) -> None:
     """Run what is not finished of a target's jobs, and record what they found.
 
     Args:
-        target: table3, table5, mlm, ablation, figure1, figure8, figure10, or all (but table5 and table1).
-        runs: the folder for the run folders.
-        results: the folder for the result files.
-        data_dir: the data folder; left out, the environment variable LLN_DATA.
-        side_by_side: runs at a time, which share the cores.
-        say: called with each line of what happens.
-        methods: these methods alone.
-        tasks: these tasks alone.
-        seeds: these seeds alone.
+        target: one of `targets()` but table1 and linearized, which have functions of their own, or all (but table5).
+        request: folders, and which runs.
 
     Raises:
         ValueError: there is no such target, data are missing, or runs failed, which are named.
 
     Example:
-        >>> reproduce("table5", runs=Path("runs"), results=Path("results"), tasks=["listops"], methods=["lln"])
+        >>> reproduce("table5", Request(tasks=["listops"], methods=["lln"]))
     """
-    if side_by_side < 1:
-        raise ValueError(f"at least one job must run at a time, got {side_by_side}")
+    runs, data_dir = request.runs, request.data_dir
     chosen = [name for name in targets() if name not in NOT_IN_ALL] if target == "all" else [target]
     planned = {
-        job.name: (job, results / f"{name}.jsonl")
-        for name in chosen
-        for job in chosen_jobs(name, methods=methods, tasks=tasks, seeds=seeds)
+        job.name: (job, request.results / f"{name}.jsonl") for name in chosen for job in chosen_jobs(name, request)
     }
     waiting = [job for job, _ in planned.values() if not _is_finished(runs / job.name)]
-    data = find_data(data_dir)
-    check_data(waiting, data)
+    check_data(waiting, find_data(data_dir))
     make_folder(runs, "--runs")
-    make_folder(results, "--results")
+    make_folder(request.results, "--results")
 
     def record(job: Job) -> None:
         add_result(planned[job.name][1], run_result(runs / job.name, data_dir=data_dir))
@@ -113,7 +80,7 @@ def reproduce(
         check_writable(file)
         if job not in waiting:
             record(job)
-    say(f"{target}: {len(planned)} runs, {len(planned) - len(waiting)} of them finished before")
+    errors.print(f"{target}: {len(planned)} runs, {len(planned) - len(waiting)} of them finished before")
 
     def plan(job: Job) -> Planned:
         run = runs / job.name
@@ -132,7 +99,7 @@ def reproduce(
             is_ready=lambda: job.after is None or _is_finished(runs / job.after),
         )
 
-    run_jobs(list(map(plan, waiting)), side_by_side=side_by_side, say=say)
+    run_jobs(list(map(plan, waiting)), side_by_side=request.side_by_side)
 
 
 def check_data(planned: Sequence[Job], data: Path | None) -> None:

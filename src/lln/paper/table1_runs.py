@@ -17,6 +17,7 @@ from typing import Any
 from lln import zoo
 from lln.instruments.records import read_records
 from lln.linearize.config import LinearizeConfig
+from lln.paper.jobs import Request
 from lln.provenance import read_json
 from lln.results import write_lines
 from lln.tasks.data.folder import data_dir as find_data
@@ -25,6 +26,7 @@ from lln.tasks.data.text import check_source, default_source
 from lln.tasks.presets import GLUE_TASKS, PRETRAINED, GlueConfig
 from lln.tasks.run import PROVENANCE, RESTORE, SUMMARY, make_folder
 from lln.tasks.schedule import Planned, run_jobs, threads_of_each
+from lln.terminal import errors
 
 RESULT = "table1.jsonl"
 REMAKE = "remove the folder, and the command makes it anew"
@@ -130,54 +132,29 @@ def cells() -> list[FineTuning]:
     ]
 
 
-def chosen_cells(methods: Sequence[str], tasks: Sequence[str], seeds: Sequence[int]) -> list[FineTuning]:
-    """Those of some methods, tasks and seeds; of all where none are named."""
-    for kind, given, known in (("method", methods, METHODS), ("task", tasks, GLUE_TASKS), ("seed", seeds, SEEDS)):
-        for value in given:
-            if value not in known:
-                raise ValueError(f"table 1 has no {kind} {value}; there are: {', '.join(map(str, known))}")
-    found = [
-        cell
-        for cell in cells()
-        if (not methods or cell.method in methods)
-        and (not tasks or cell.task in tasks)
-        and (not seeds or cell.seed in seeds)
-    ]
-    if not found:
-        raise ValueError(
-            f"table 1 has no such runs: {', '.join(SIX)} run on all tasks with seeds 0 to 2, the other methods on "
-            f"{', '.join(OF_THE_PAPER)} with seed 0"
-        )
-    return found
+def chosen_cells(request: Request) -> list[FineTuning]:
+    """Those of the methods, tasks and seeds that are asked for."""
+    hint = (
+        f": {', '.join(SIX)} run on all tasks with seeds 0 to 2, the other methods on {', '.join(OF_THE_PAPER)} with "
+        "seed 0"
+    )
+    return request.select("table1", cells(), hint=hint)
 
 
-def reproduce_table_1(
-    model: Path | None,
-    *,
-    runs: Path,
-    results: Path,
-    data_dir: Path | None,
-    methods: Sequence[str] = (),
-    tasks: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-    side_by_side: int = 2,
-    say: Callable[[str], None] = print,
-) -> None:
+def reproduce_table_1(model: Path | None, request: Request) -> None:
     """Run what is not finished, and write what was found to RESULTS/table1.jsonl."""
-    if side_by_side < 1:
-        raise ValueError(f"at least one job must run at a time, got {side_by_side}")
     check_model(model)
     assert model is not None
-    planned = chosen_cells(methods, tasks, seeds)
-    place = Place(model, runs / "table1", results / RESULT, data_dir)
+    planned = chosen_cells(request)
+    place = Place(model, request.runs / "table1", request.results / RESULT, request.data_dir)
     place.check(planned)
     waiting = [cell for cell in planned if place.line(cell) is None]
-    data = find_data(data_dir)
+    data = find_data(request.data_dir)
     if data is not None:
         check_data(waiting, data)
     make_folder(place.runs, "--runs")
-    make_folder(results, "--results")
-    say(f"table1: {len(planned)} runs, {len(planned) - len(waiting)} of them finished before")
+    make_folder(request.results, "--results")
+    errors.print(f"table1: {len(planned)} runs, {len(planned) - len(waiting)} of them finished before")
     jobs: list[Planned] = []
     costs: dict[str, float] = {}  # in tokens of training
     for cell in waiting:
@@ -189,9 +166,10 @@ def reproduce_table_1(
         costs[cell.name] = fine_tuning_cost(cell, tries_rates=cell.seed == 0)
     if not jobs:
         return
-    clock = Clock(costs, seconds_of_a_token(model, threads_of_each(side_by_side)), side_by_side, say)
-    clock.tell()
-    run_jobs(jobs, side_by_side=side_by_side, say=say, on_end=clock.on_end)
+    threads = threads_of_each(request.side_by_side)
+    clock = Clock(costs, seconds_of_a_token(model, threads), request.side_by_side)
+    clock.print_time_left()
+    run_jobs(jobs, side_by_side=request.side_by_side, on_end=clock.on_end)
 
 
 def check_model(model: Path | None) -> None:
@@ -285,8 +263,8 @@ class Place:
 
         def command() -> list[str]:
             start = self.model if cell.method == "softmax" else self.linear(cell)
-            known = self.line(first)
-            rate = [] if cell.seed == 0 or known is None else ["--learning-rate", repr(known["learning_rate"])]
+            chosen = self.line(first)
+            rate = [] if cell.seed == 0 or chosen is None else ["--learning-rate", repr(chosen["learning_rate"])]
             flags = ["--task", cell.task, "--seed", str(cell.seed), "--from", str(start), "--preset", "pretrained"]
             return ["train", "glue", *flags, *rate, "--out", str(folder), "--quiet", *self._data()]
 
@@ -351,19 +329,18 @@ class Clock:
     costs: dict[str, float]
     seconds_of_a_token: float
     side_by_side: int
-    say: Callable[[str], None]
     spent: float = 0.0  # seconds of finished jobs
     done: float = 0.0  # their tokens
 
     def on_end(self, job: Planned, seconds: float) -> None:
         self.done += self.costs.pop(job.name)
         self.spent += seconds
-        self.tell()
+        self.print_time_left()
 
-    def tell(self) -> None:
+    def print_time_left(self) -> None:
         pace = self.spent / self.done if self.done else self.seconds_of_a_token
         hours = sum(self.costs.values()) * pace / self.side_by_side / 3600
-        self.say(f"{len(self.costs)} jobs to go, about {hours:.1f} hours")
+        errors.print(f"{len(self.costs)} jobs to go, about {hours:.1f} hours")
 
 
 def fine_tuning_cost(cell: FineTuning, *, tries_rates: bool) -> float:

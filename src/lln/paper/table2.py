@@ -105,8 +105,8 @@ def _cell(row: Row | None, quantity: str, unit: float) -> str:
         return ""
     if quantity in row:
         return short(row[quantity] / unit)
-    guess = row.get(f"predicted_{quantity}")
-    return "-" if guess is None else f"~{short(guess / unit)}"
+    prediction = row.get(f"predicted_{quantity}")
+    return "-" if prediction is None else f"~{short(prediction / unit)}"
 
 
 def _published(values: Mapping[int, float | None], tokens: int) -> str:

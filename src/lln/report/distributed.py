@@ -1,5 +1,5 @@
-"""What `lln bench distributed` has measured, and what a model fitted to it says of more processes and longer sequences,
-beside ring attention and Ulysses.
+"""What `lln bench distributed` has measured, and what a model fitted to it predicts for more processes and longer
+sequences, beside ring attention and Ulysses.
 
 The model: seconds = a N / P + b E (P - 1) + c E delay + d bytes / bandwidth, with E exchanges of a layer. a and b are
 fitted to the time on a processor of each of several processes (one alone runs other code): other programs disturb it

@@ -56,46 +56,48 @@ def _at(lengths: Sequence[int]) -> str:
     return f"at every length from {lengths[0]:,} to {lengths[-1]:,} tokens"
 
 
-def faster(who: str, than: str, times: float, pass_: str, lengths: Sequence[int]) -> Goal:
-    text = f"{label(who)} {pass_} is at least {times:g}x as fast as {label(than)} {_at(lengths)}"
-    return Goal(text, times, True, lambda rows: _worst(rows, pass_, "milliseconds", than, who, lengths, min))
+def faster(mechanism: str, than: str, times: float, pass_: str, lengths: Sequence[int]) -> Goal:
+    text = f"{label(mechanism)} {pass_} is at least {times:g}x as fast as {label(than)} {_at(lengths)}"
+    return Goal(text, times, True, lambda rows: _worst(rows, pass_, "milliseconds", than, mechanism, lengths, min))
 
 
-def within(who: str, of: str, times: float, pass_: str, lengths: Sequence[int]) -> Goal:
-    text = f"{label(who)} {pass_} takes at most {times:g}x the time of {label(of)} {_at(lengths)}"
-    return Goal(text, times, False, lambda rows: _worst(rows, pass_, "milliseconds", who, of, lengths, max))
+def within(mechanism: str, of: str, times: float, pass_: str, lengths: Sequence[int]) -> Goal:
+    text = f"{label(mechanism)} {pass_} takes at most {times:g}x the time of {label(of)} {_at(lengths)}"
+    return Goal(text, times, False, lambda rows: _worst(rows, pass_, "milliseconds", mechanism, of, lengths, max))
 
 
-def growth(who: str, quantity: str, noun: str, times: float, pass_: str, short: int, long: int) -> Goal:
+def growth(mechanism: str, quantity: str, noun: str, times: float, pass_: str, short: int, long: int) -> Goal:
     def find(rows: Sequence[Row]) -> Found:
-        values = [_value(rows, pass_, quantity, who, tokens) for tokens in (long, short)]
+        values = [_value(rows, pass_, quantity, mechanism, tokens) for tokens in (long, short)]
         return None if values[0] is None or not values[1] else (values[0] / values[1], long)
 
-    text = f"{label(who)} {pass_} needs at most {times:g}x the {noun} at {long:,} tokens of that at {short:,}"
+    text = f"{label(mechanism)} {pass_} needs at most {times:g}x the {noun} at {long:,} tokens of that at {short:,}"
     return Goal(text, times, False, find)
 
 
-def extra_memory(who: str, share: float, tokens: int) -> Goal:
+def extra_memory(mechanism: str, share: float, tokens: int) -> Goal:
     inputs = 3 * HEADS * tokens * HEAD_DIM * 4
 
     def find(rows: Sequence[Row]) -> Found:
-        extra = _value(rows, BOTH, "extra_bytes", who, tokens)
+        extra = _value(rows, BOTH, "extra_bytes", mechanism, tokens)
         return None if extra is None else (extra / inputs, tokens)
 
     text = (
-        f"{label(who)} {BOTH} needs, beyond inputs, output and gradients, at most {share:.0%} of the inputs' memory "
-        f"{_at((tokens,))}"
+        f"{label(mechanism)} {BOTH} needs, beyond inputs, output and gradients, at most {share:.0%} of the inputs' "
+        f"memory {_at((tokens,))}"
     )
     return Goal(text, share, False, find, "%")
 
 
-def decode_growth(who: str, quantity: str, noun: str, times: float, short: int, long: int) -> Goal:
+def decode_growth(mechanism: str, quantity: str, noun: str, times: float, short: int, long: int) -> Goal:
     def find(rows: Sequence[Row]) -> Found:
-        found = {row["tokens"]: row[quantity] for row in rows if row["mechanism"] == who}
+        found = {row["tokens"]: row[quantity] for row in rows if row["mechanism"] == mechanism}
         values = [found.get(tokens) for tokens in (long, short)]
         return None if values[0] is None or not values[1] else (values[0] / values[1], long)
 
-    text = f"a decode step of {label(who)} after {long:,} tokens needs at most {times:g}x the {noun} after {short:,}"
+    text = (
+        f"a decode step of {label(mechanism)} after {long:,} tokens needs at most {times:g}x the {noun} after {short:,}"
+    )
     return Goal(text, times, False, find)
 
 
@@ -115,14 +117,14 @@ ATTENTION_GOALS = (
     faster("lln_torch", "paper", 1.3, BOTH, MIDDLE),
 )
 DECODE_GOALS = tuple(
-    decode_growth(who, quantity, noun, 1.05, 1024, 131072)
-    for who in ("lln", "lln_diag")
+    decode_growth(mechanism, quantity, noun, 1.05, 1024, 131072)
+    for mechanism in ("lln", "lln_diag")
     for quantity, noun in (("milliseconds", "time"), ("total_bytes", "memory"))
 )
 
 
 def check(goals: Sequence[Goal], result: Result) -> list[Outcome]:
-    """Every goal with what a result says; a ValueError if it was measured in another setting than the goals'."""
+    """Every goal with what a result has; a ValueError if it was measured in another setting than the goals'."""
     wanted = {"heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
     setting, threads = {"causal": False} | dict(result.settings), result.origin["threads"]
     other = [f"{key} {setting.get(key)}" for key, value in wanted.items() if setting.get(key) != value]

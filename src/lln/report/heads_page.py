@@ -23,7 +23,7 @@ MAPS = (*PANELS, ("ks_distance", "distance to log-normal", ""))
 ABOUT = {
     "temperature": "1 / standard deviation of ln P in a row: low is concentrated",
     "entropy": "mean over rows: low is concentrated",
-    "gap": "of the attention matrix: near 1 all queries look at the same keys",
+    "gap": "of the attention matrix: near 1 all queries attend to the same keys",
     "bias": "concentration on the same keys for all queries",
     "ks_distance": "Kolmogorov-Smirnov distance of ln P from the fitted normal: 0 is log-normal",
 }

@@ -1,4 +1,4 @@
-"""What the compiler says of the Triton kernels, and the bounds that follow, as tables. Nothing in them is timed."""
+"""What the compiler reports on the Triton kernels, and the bounds that follow, as tables. Nothing in them is timed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """Pages with parts that are made from results: what is between two marks is replaced.
 
-A page says `<!-- table1: begin -->` and `<!-- table1: end -->` where it wants what is called table1, and
+A page has `<!-- table1: begin -->` and `<!-- table1: end -->` where what is called table1 belongs, and
 `<!-- table5 of table5-rates: begin -->` where that is to be made from another result file.
 """
 
@@ -18,7 +18,7 @@ def update(text: str, parts: Mapping[str, Callable[[str], str]]) -> str:
     Args:
         text: the page.
         parts: for each name what makes its text in Markdown from the stem of a result file, which is the name itself
-            unless the mark says otherwise.
+            unless the mark names another.
 
     Returns:
         The page.

@@ -64,13 +64,13 @@ def draw_curves(
     for name, curve in styles.items():
         mine = [row for row in rows if row["mechanism"] == name]
         points = [(row["tokens"], row[quantity] / unit) for row in mine if row.get(quantity)]
-        guesses = [
+        predictions = [
             (row["tokens"], row[f"predicted_{quantity}"] / unit) for row in mine if f"predicted_{quantity}" in row
         ]
         curve.plot(axes, [n for n, _ in points], [y for _, y in points])
         axes.plot(
-            [n for n, _ in guesses],
-            [y for _, y in guesses],
+            [n for n, _ in predictions],
+            [y for _, y in predictions],
             color=curve.color,
             linestyle="",
             marker="o",

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -20,7 +19,7 @@ class Display:
         self._bar = Progress(label, steps, completed=first_step, quiet=quiet)
         self._bar.__enter__()
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         if not self._quiet:
             self._bar.print(message)
 
@@ -35,7 +34,7 @@ class Display:
         """Show a line of metrics."""
         if "eval_loss" in line:
             shown = ", ".join(f"{key.removeprefix('eval_')} {value:.4f}" for key, value in _evaluated(line).items())
-            self.say(f"{self._label} step {line['step']}: validation {shown}")
+            self.print(f"{self._label} step {line['step']}: validation {shown}")
         else:
             self._bar.update(text=f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s")
 
@@ -68,22 +67,22 @@ class Metrics:
 class StopSignals(AbstractContextManager["StopSignals"]):
     """Ctrl-C and SIGTERM end the run after a last checkpoint; a second Ctrl-C ends it at once."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, display: Display) -> None:
         self.requested = False
-        self._say = say
+        self._display = display
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = signal.signal(number, self._request_stop)
         return self
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self._say("Stopping after this step, with a checkpoint; once more to stop at once.")
+        self._display.print("Stopping after this step, with a checkpoint; once more to stop at once.")
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():

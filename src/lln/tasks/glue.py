@@ -129,7 +129,7 @@ def try_rates(
                         shutil.rmtree(attempt.path / part)
         value, loss = summary[f"eval_{TASKS[config.task].metrics[0]}"], summary["eval_loss"]
         found[rate] = (-math.inf, -math.inf) if loss is None else (value, -loss)
-        run.say(f"{config.task}: rate {rate:g} gets {value:.4f} on held-out training examples")
+        run.print(f"{config.task}: rate {rate:g} gets {value:.4f} on held-out training examples")
     return found
 
 

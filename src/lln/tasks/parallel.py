@@ -26,9 +26,9 @@ def share_sequences(model: nn.Module, sharers: int, config: TrainConfig) -> int:
     groups = int(state.num_processes // sharers)
     pieces = groups * gradient_accumulation
     if batch_size % pieces:
-        who = f"{groups} groups of {sharers} processes" if sharers > 1 else f"{groups} processes"
+        parts = f"{groups} groups of {sharers} processes" if sharers > 1 else f"{groups} processes"
         raise ValueError(
-            f"batch_size {batch_size} does not divide into {pieces} equal parts, {who} with {gradient_accumulation} "
+            f"batch_size {batch_size} does not divide into {pieces} equal parts, {parts} with {gradient_accumulation} "
             "pieces each"
         )
     if sharers > 1:

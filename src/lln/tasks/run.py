@@ -38,8 +38,8 @@ from lln.instruments.records import read_records
 from lln.provenance import commit, provenance, read_json
 from lln.results import PARTIAL, Result, flush_folder, write_flushed, write_lines, write_whole
 from lln.tasks.config import TrainConfig
+from lln.terminal import errors
 
-Say = Callable[[str], None]
 CONFIG, DATA, PROVENANCE, SUMMARY = "config.json", "data.json", "provenance.json", "summary.json"
 MANIFEST, METRICS, HEADS = "manifest.json", "metrics.jsonl", "records.jsonl"
 # What to do if a file of a run folder is damaged.
@@ -58,11 +58,11 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], settings: Mapping[str, Any], *, main: bool = True, say: Say = print
+        self, path: str | os.PathLike[str], settings: Mapping[str, Any], *, main: bool = True, quiet: bool = False
     ) -> None:
         self.path = Path(path)
         self.main = main
-        self.say = say if main else _silent
+        self._quiet = quiet or not main
         self._lock: TextIO | None = None
         self._made: list[Path] = []  # folders that were not there before, from the inside out
         self._kept: set[Path] | None = None  # what was in the folder before; None if a run had begun in it
@@ -107,6 +107,11 @@ class RunFolder:
         ours = (".lock", "checkpoints", PARTIAL)
         return [path for path in self.path.iterdir() if not path.name.startswith(ours)]
 
+    def print(self, message: str) -> None:
+        """Print a line on standard error, unless the run is quiet or another process prints it."""
+        if not self._quiet:
+            errors.print(message)
+
     def check_data(self, fingerprint: Mapping[str, Any]) -> None:
         """Refuse to continue with other data than the run began with."""
         if self.main:
@@ -131,7 +136,7 @@ class RunFolder:
             reason = _damage(folder)
             if reason is None:
                 return folder
-            self.say(f"Checkpoint {folder.name} is damaged ({reason}): taking the one before.")
+            self.print(f"Checkpoint {folder.name} is damaged ({reason}): taking the one before.")
         return None
 
     def _checkpoints(self) -> list[Path]:
@@ -280,10 +285,10 @@ def open_run(experiment: str, config: TrainConfig, out: Path | None, *, quiet: b
     """The folder of a run: `out`, or one in runs/ called after the experiment, its task, attention and seed."""
     main = processes().is_main_process
     path = out or run_folder(experiment, config)
-    run = RunFolder(path, {"experiment": experiment} | config.settings(), main=main, say=_silent if quiet else _say)
+    run = RunFolder(path, {"experiment": experiment} | config.settings(), main=main, quiet=quiet)
     processes().wait_for_everyone()
     if run.summary is not None:
-        run.say(f"{run.path} is finished: nothing to do.")
+        run.print(f"{run.path} is finished: nothing to do.")
     return run
 
 
@@ -338,11 +343,11 @@ def _damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, if anything."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
-        for name, known in files.items():
+        for name, expected in files.items():
             content = (checkpoint / name).read_bytes()
-            if len(content) != known["bytes"]:
-                return f"{name} has {len(content)} bytes instead of {known['bytes']}"
-            if hashlib.sha256(content).hexdigest() != known["sha256"]:
+            if len(content) != expected["bytes"]:
+                return f"{name} has {len(content)} bytes instead of {expected['bytes']}"
+            if hashlib.sha256(content).hexdigest() != expected["sha256"]:
                 return f"{name} has changed since it was written"
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name}: {error.strerror}"
@@ -358,11 +363,3 @@ def _step(checkpoint: Path) -> int:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)
-
-
-def _silent(message: str) -> None:
-    pass

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lln.terminal import errors
+
 POLL_SECONDS, PARENT_SECONDS = 0.5, 2.0
 PARENT = "LLN_SCHEDULER"  # environment variable of a job: the process that started it
 
@@ -33,7 +35,6 @@ def run_jobs(
     waiting: Sequence[Planned],
     *,
     side_by_side: int,
-    say: Callable[[str], None],
     on_end: Callable[[Planned, float], None] = lambda job, seconds: None,
 ) -> None:
     """Run jobs, those that are ready in their order. Jobs that fail, or wait for one that has, are named at the end."""
@@ -47,7 +48,7 @@ def run_jobs(
             for job in [job for job in left if job.is_ready()][: side_by_side - len(running)]:
                 left.remove(job)
                 running[job.name] = (job, _start(job, side_by_side), time.monotonic())
-                say(f"{job.name}: started")
+                errors.print(f"{job.name}: started")
             if not running:
                 break
             time.sleep(POLL_SECONDS)
@@ -57,10 +58,10 @@ def run_jobs(
                 del running[job.name]
                 if process.returncode != 0 or not job.is_finished():
                     failed.append(job)
-                    say(f"{job.name}: failed, see {job.log}")
+                    errors.print(f"{job.name}: failed, see {job.log}")
                     continue
                 seconds = time.monotonic() - began
-                say(f"{job.name}: {job.record()} after {seconds:.0f} s")
+                errors.print(f"{job.name}: {job.record()} after {seconds:.0f} s")
                 on_end(job, seconds)
     finally:  # each saves a checkpoint and ends
         for _, process, _ in running.values():

@@ -83,7 +83,7 @@ def fit(
     display = Display(label, steps, first_step, quiet=quiet or not run.main)
     if checkpoint and run.main:
         run.note_continued(first_step)
-        display.say(f"Continuing {run.path} from step {first_step} of {steps}.")
+        display.print(f"Continuing {run.path} from step {first_step} of {steps}.")
     data = (train_data, eval_data, collate, score, measure, tokens, lengths_alike)
     trainer = _Trainer(model, run, config, steps, groups, *data)
     try:
@@ -91,20 +91,20 @@ def fit(
             stack.callback(display.close)
             trainer.display = display
             if state.num_processes == 1:  # several would stop at different steps, and wait for each other forever
-                trainer.stop = stack.enter_context(StopSignals(display.say))
+                trainer.stop = stack.enter_context(StopSignals(display))
             if run.main:
                 trainer.metrics = Metrics(run.path, first_step, display)
                 stack.callback(trainer.metrics.close)
             if first_step < steps:
                 if run.main and sequence_parallel == 1:  # others would record a part of the sequences
-                    trainer.recorder = _recorder(model, run.path, config, first_step, display.say)
+                    trainer.recorder = _recorder(model, run.path, config, first_step, display)
                 with trainer.recorder or nullcontext():
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
                 trainer.recorder = None
             else:  # it was stopped while its last model was evaluated
                 trainer.restore(checkpoint)
             if trainer.state.global_step < steps:
-                display.say(f"Stopped at step {trainer.state.global_step} of {steps}; the same command continues.")
+                display.print(f"Stopped at step {trainer.state.global_step} of {steps}; the same command continues.")
                 raise KeyboardInterrupt
             if not any("eval_loss" in line and line["step"] == steps for line in run.metrics()):
                 trainer.evaluate()
@@ -347,13 +347,13 @@ class _Flow(TrainerCallback):
 
 
 def _recorder(
-    model: nn.Module, folder: Path, config: TrainConfig, first_step: int, say: Callable[[str], None]
+    model: nn.Module, folder: Path, config: TrainConfig, first_step: int, display: Display
 ) -> Recorder | None:
     """All heads and no limit of time, so that a continued run records what an uninterrupted one would."""
     if not config.record_every:
         return None
     if config.attention not in KINDS:
-        say(f"No records of heads: {config.attention} is not among {', '.join(KINDS)}.")
+        display.print(f"No records of heads: {config.attention} is not among {', '.join(KINDS)}.")
         return None
     return Recorder(
         model,

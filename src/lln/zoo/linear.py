@@ -53,8 +53,8 @@ def linear_attention(
 ) -> Tensor:
     """Attention with the weights phi(q) . phi(k), (B, H, N, V) in the dtype of `value`; sums are in at least float32.
 
-    `finish` makes the output of the sums of the weighted values and of the weights. The one it has unless told
-    otherwise wants weights that are not negative.
+    `finish` makes the output of the sums of the weighted values and of the weights. The default
+    needs weights that are not negative.
     """
     dtype = accumulator(value.dtype)
     # With as many queries as keys these are the same tokens, as everywhere in this library (lln.masks).

@@ -55,7 +55,7 @@ class Longformer(PeerMechanism):
         visible = kept_tokens(kept, query)
         position = torch.arange(query.shape[2], device=query.device)
 
-        def sees(i: Tensor, j: Tensor) -> Tensor:
+        def may_attend(i: Tensor, j: Tensor) -> Tensor:
             return (i >= j) & (i - j <= self.window) if is_causal else (i - j).abs() <= self.window
 
         allowed = visible[:, None, :num_global]
@@ -69,7 +69,7 @@ class Longformer(PeerMechanism):
             block=max(self.window, 1),
             before=self.window,
             after=0 if is_causal else self.window,
-            sees=sees,
+            may_attend=may_attend,
             extra=Extra(key[:, :, :num_global], value[:, :, :num_global], allowed),
         )
         if is_causal or num_global == 0:  # all that a global token may see with a causal mask is global too

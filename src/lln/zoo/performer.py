@@ -103,7 +103,7 @@ class Performer(RandomFeatures):
     """
 
     def default_features(self) -> int:
-        """D ln D, the order of what the paper's theorem on uniform convergence asks for."""
+        """D ln D, the order of what the paper's theorem on uniform convergence requires."""
         return max(self.head_dim, int(self.head_dim * math.log(self.head_dim)))
 
     def draw(self, generator: torch.Generator) -> Tensor:

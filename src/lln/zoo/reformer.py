@@ -10,8 +10,9 @@ from lln.masks import kept_tokens
 from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import on_kept_tokens
 
-# The score of a token for itself where queries are keys: it would win every softmax, so it is to count only when there
-# is nothing else to see. The value is reformer-pytorch's; any between all other scores and the masked ones would do.
+# The score of a token for itself where queries are keys: it would be the largest of its row, so it is to count only
+# when there is nothing else to see. The value is reformer-pytorch's; any between all other scores and the masked ones
+# would do.
 SELF_SCORE = -5e4
 
 

@@ -1,8 +1,8 @@
 """One interface and one registry for all mechanisms.
 
 A mechanism is a module on (query, key, value), each (B, H, tokens, D), described by a `Description`, which is what the
-documentation, the command line and the error messages are made from, so it is the one place that says what a mechanism
-can do; `PeerMechanism.forward` refuses what it says cannot be done, and reads masks in the one place that reads masks.
+documentation, the command line and the error messages are made from, so it is the one place that states what a
+mechanism can do; `PeerMechanism.forward` refuses the rest, and reads masks in the one place that reads masks.
 """
 
 import inspect
@@ -45,7 +45,13 @@ class Description:
 
 
 class PeerMechanism(Mechanism):
-    """Base of published mechanisms: they implement `attend` on checked input, with equally many heads everywhere."""
+    """Base of published mechanisms: they implement `attend` on checked input, with equally many heads everywhere.
+
+    Args:
+        num_heads: heads of the query.
+        head_dim: features of a head.
+        max_len: the largest number of tokens, of mechanisms that have parameters for each position.
+    """
 
     description: ClassVar[Description]
 
@@ -63,6 +69,22 @@ class PeerMechanism(Mechanism):
         cu_seqlens: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
+        """Attention.
+
+        Args:
+            query: (B, H, N, D).
+            key: (B, H_k, M, D); its heads divide those of the query.
+            value: (B, H_k, M, V).
+            key_padding_mask: (B, M) bool with True = keep, or (B,) lengths.
+            cu_seqlens: bounds of packed sequences, (S + 1,), in inputs with B = 1.
+            is_causal: query i sees the keys up to i.
+
+        Returns:
+            The output (B, H, N, V), with zeros for padding where queries are keys.
+
+        Raises:
+            ValueError: the input does not fit what the mechanism was built for, or asks for what it cannot do.
+        """
         description = self.description
         if cu_seqlens is not None:
             masks = {"key_padding_mask": key_padding_mask}
@@ -94,7 +116,18 @@ class PeerMechanism(Mechanism):
         return self.attend(query, key, value, keep, is_causal)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
-        """Attention on checked input; `keep` is (B, M) bool with True = keep, or None if all are kept."""
+        """Attention on checked input.
+
+        Args:
+            query: (B, H, N, D).
+            key: (B, H, M, D).
+            value: (B, H, M, V).
+            keep: (B, M) bool with True = keep; None if all are kept.
+            is_causal: query i sees the keys up to i.
+
+        Returns:
+            The output (B, H, N, V).
+        """
         raise NotImplementedError
 
 
@@ -117,6 +150,9 @@ def register(**description: Any) -> Callable[[M], M]:
 
 def names() -> list[str]:
     """The names of all mechanisms that `build` can make, in the order of the tables.
+
+    Returns:
+        A list of names.
 
     Example:
         >>> "lln_diag" in names()
@@ -171,10 +207,12 @@ def build(name: str, *, num_heads: int, head_dim: int, max_len: int | None = Non
     mechanism: Any = _lookup(name)
     if mechanism.description.needs_max_len and max_len is None:
         raise ValueError(f"{name} has parameters for each position: give max_len=, the largest number of tokens")
-    known = option_parameters(name)
-    unknown = sorted(options.keys() - known.keys())
+    parameters = option_parameters(name)
+    unknown = sorted(options.keys() - parameters.keys())
     if unknown:
-        raise TypeError(f"{name} has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
+        raise TypeError(
+            f"{name} has no option {', '.join(unknown)}; its options are: {', '.join(parameters) or 'none'}"
+        )
     if "max_len" in inspect.signature(mechanism).parameters:
         options["max_len"] = max_len
     built: Mechanism = mechanism(num_heads=num_heads, head_dim=head_dim, **options)
@@ -187,13 +225,13 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the option, and the options that there are with their types and defaults.
     """
-    known = option_parameters(name)
+    parameters = option_parameters(name)
     for option, value in options.items():
-        if option not in known:
-            listed = "; ".join(map(str, known.values())) or "none"
+        if option not in parameters:
+            listed = "; ".join(map(str, parameters.values())) or "none"
             raise ValueError(f"{name} has no option {option}; its options are: {listed}")
-        if not _fits(value, known[option].annotation):
-            raise ValueError(f"the option {option} of {name} cannot be {value!r}; expected {known[option]}")
+        if not _fits(value, parameters[option].annotation):
+            raise ValueError(f"the option {option} of {name} cannot be {value!r}; expected {parameters[option]}")
 
 
 def _lookup(name: str) -> type[Mechanism]:

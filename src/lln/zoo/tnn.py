@@ -32,7 +32,7 @@ class TNN(PeerMechanism):
 
     The network is the authors': the position itself into W = `width` features, `layers` times (root mean square norm,
     relu, linear), then norm, relu and a linear map to one coefficient for each head and feature. It serves any length.
-    Positions count kept tokens. Queries gate and keys take no part: the mixing looks at positions only. Defaults are
+    Positions count kept tokens. Queries gate and keys take no part: the mixing depends on positions only. Defaults are
     those of the authors' language models (OpenNLPLab/fairseq-evo, roberta_tnn_decay_99).
 
     The sum is a convolution, by fast Fourier transform. With a causal mask one transform of the whole sequence would

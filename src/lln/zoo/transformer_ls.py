@@ -76,7 +76,7 @@ class TransformerLS(PeerMechanism):
             block=self.segment,
             before=half,
             after=half,
-            sees=lambda i, j: torch.ones_like(i - j, dtype=torch.bool),
+            may_attend=lambda i, j: torch.ones_like(i - j, dtype=torch.bool),
             extra=Extra(long_key, long_value, visible.any(dim=1)[:, None, None].expand(-1, -1, summary.shape[2])),
         )
 

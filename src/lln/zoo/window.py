@@ -1,4 +1,4 @@
-"""Softmax attention in sliding windows, and what mechanisms that care about positions share.
+"""Softmax attention in sliding windows, and what mechanisms that depend on positions share.
 
 Shapes: B batch, H heads, N tokens, D features of a head, V value width; n blocks of C tokens, each of which sees
 L = before + C + after keys; E extra keys that do not depend on the position of the query.
@@ -97,12 +97,12 @@ def window_attention(
     block: int,
     before: int,
     after: int,
-    sees: Callable[[Tensor, Tensor], Tensor],
+    may_attend: Callable[[Tensor, Tensor], Tensor],
     extra: Extra,
 ) -> Tensor:
     """Softmax attention of each block of queries to the visible keys (B, N) in and around it, and to the extra keys.
 
-    `sees(i, j)` says which query positions i see which key positions j of the neighbourhood.
+    `may_attend(i, j)` is True where the query at position i attends to the key at j of the neighbourhood.
     """
     tokens, num_extra = query.shape[2], extra.key.shape[2]
     block, before, after = (min(size, tokens) for size in (block, before, after))
@@ -122,7 +122,7 @@ def window_attention(
         seen = around(visible[:, None, :, None])  # (B, 1, n, 1, L)
         allowed = pad(beside_all[:, None, part], (0, 0, 0, missing))
         allowed = allowed.reshape(visible.shape[0], 1, len(start), block, num_extra)
-        allowed = torch.cat((allowed, seen & sees(i[:, :, None], j[:, None, :])), dim=-1)
+        allowed = torch.cat((allowed, seen & may_attend(i[:, :, None], j[:, None, :])), dim=-1)
         q = query[:, :, part] * query.shape[3] ** -0.5
         scores = torch.cat((blocks(q @ extra.key.mT, block), blocks(q, block) @ around(key)), dim=-1)
         weights = masked_softmax(scores, allowed)

@@ -73,8 +73,8 @@ def find_dogs_vs_cats(data_dir: Path) -> Path:
 def generated_images(*, size: int, count: int, classes: int = 2, seed: int, split: Split = "train") -> ImageData:
     """Images drawn here: two discs in two quarters of a mottled ground, each of one of `classes` hues.
 
-    The class is the sum of the numbers of both hues modulo `classes`, so that either disc alone says nothing: for two
-    classes, whether the hues are equal. Image i depends on (seed, split, i) alone.
+    The class is the sum of the numbers of both hues modulo `classes`, so that one disc alone does not determine it:
+    for two classes, whether the hues are equal. Image i depends on (seed, split, i) alone.
     """
     _check(split)
     if size < SMALLEST or count < 1 or classes < 2:

@@ -6,7 +6,7 @@ perceptron sees [x, y, x y, x - y]. Not as there: the mean is over the kept toke
 no mechanism drops attention weights (there softmax attention does, at 0.1).
 
 `Shape(standardise=True)` is ours, for short trainings: documents share most of the mean over their tokens, and the
-rest, which tells them apart, is too little for the perceptron to find in a few hundred steps.
+rest, in which they differ, is too little for the perceptron to find in a few hundred steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,7 +136,7 @@ class Classifier(nn.Module):
         """The mean (B, width) over the kept tokens of each row of `tokens` (B, N).
 
         Rows are encoded in groups of similar length, each no longer than its longest row: what is left out is padding,
-        which no result depends on and quadratic attention would pay for many times over.
+        which no result depends on and would cost quadratic attention many times more.
         """
         keep = tokens != PADDING
         if bool(keep.all()):

@@ -4,11 +4,11 @@ As published (Linsley et al., with the Long Range Arena's settings for 32 x 32):
 turn from starts that are 7 apart near the middle; a dash is 2 long, half a pixel thick and 4 from the next; the turn
 between dashes has the density cos² and stays below a right angle; shorter paths distract: a third as many dashes, 20
 dashes in all. One dot, of radius 1.5, is on the start of a path; the other is on the far end of the same path (label
-1) or of the other one (label 0). Both kinds of picture hold the same paths, so what is drawn does not tell the label.
+1) or of the other one (label 0). Both kinds of picture hold the same paths, which have nothing to do with it.
 
 The arena has three sets: 6, 9 and 14 dashes. Its hard one, 14, is what the comparisons report and what is the default.
 Not as published: geometry is continuous, where the original moves on the pixel grid; and pictures are taken in pairs
-of a 1 and a 0 whose dots are equally far apart (to one pixel), so that the distance does not tell the label either.
+of a 1 and a 0 whose dots are equally far apart (to one pixel), so that the distance is independent of the label.
 
 Many scenes are drawn at once: all arrays begin with S, the number of scenes. Points are (row, column).
 """

@@ -3,8 +3,8 @@
 Published: papers of the ACL Anthology Network, of which one does or does not cite the other. They are not to be had
 everywhere, so there is a task of ours, "wikipedia passages, ours": do two passages come from the same article? An
 article is cut in two; both parts stay together (1), or the parts of two articles change places (0). Those two are
-neighbours in the order of lengths and cut at the same share of their length, so lengths do not tell the label; every
-round cuts elsewhere. No article is in more than one split.
+neighbours in the order of lengths and cut at the same share of their length, so lengths do not depend on the label;
+every round cuts elsewhere. No article is in more than one split.
 """
 
 from dataclasses import dataclass

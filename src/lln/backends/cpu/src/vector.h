@@ -17,7 +17,7 @@ typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef float vf_anywhere __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
-/* The log-mass of what is not there: below every other, yet finite, as `plain.absent`. */
+/* The log-mass of masked tokens: below every other, yet finite. */
 #define MASKED (-1.7014117e38f)
 
 INLINE vf load(const float *p) { return *(const vf_anywhere *)p; }
