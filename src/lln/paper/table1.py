@@ -49,7 +49,8 @@ NOTHING: Published = (None, None, None, None, None)
 # The rows: what is published of the method, if anything, and its title where that is not the mechanism's.
 ROWS: dict[str, tuple[Published, str]] = {name: (published, "") for name, published in PUBLISHED.items()} | {
     "lln_ours": (NOTHING, "LLN Attention, decomposed (ours)"),
-    "lln_diag_ours": (NOTHING, "LLN+Diag Attention, decomposed, window (ours)"),
+    "lln_diag_ours": (NOTHING, "LLN+Diag Attention, decomposed, window of 64 (ours)"),
+    "lln_diag_wide": (NOTHING, "LLN+Diag Attention, decomposed, window of 128 (ours)"),
     "hedgehog": (NOTHING, ""),
 }
 Line = dict[str, Any]
