@@ -17,7 +17,8 @@ import lln
 from helpers import BACKENDS
 from lln import reference
 
-EAGER = range(150)
+# The last ones have a key with nearly all weight, whose gradients vanish but for rounding.
+EAGER = [*range(150), 3378, 4528, 4727]
 COMPILED = [1000, 1001, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1002, 1006))]
 # What a result may be off by, in units of the largest entry; or four times the error of plain torch, if that is more.
 FLOOR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import lln
-from helpers import FORMS, all_functions, causal_or_full, centers_of, relative
+from helpers import FORMS, all_functions, causal_or_full, centers_of, only_cpu, relative
 from lln import reference
 
 KINDS = {
@@ -142,3 +142,15 @@ def test_backward_allocates_in_proportion_to_the_tokens(tokens, backend, name, i
     # Plain torch works in many small pieces, of which each is an event to the profiler.
     long = 2**13 if backend == "torch" else 2**15
     assert allocated(long) < 4.4 * allocated(long // 4)
+
+
+@only_cpu
+def test_a_key_with_all_weight_has_no_part_in_gradients_of_centers(backend):
+    """The gradient of m_q is a sum of keys, times gradients that vanish where one of them has all weight."""
+    query, key, value = torch.randn(3, 1, 2, 70, 16)
+    query = query[:, :, :1].repeat(1, 1, 70, 1)
+    key[:, :, 0] = 1e5 * query[:, :, 0]
+    query.requires_grad_()
+    output = lln.lln_attention(query, key, value, form="decomposed")
+    (gradient,) = torch.autograd.grad(output, query, torch.randn_like(value))
+    assert gradient.abs().max() < 1e-6  # a rounding of the keys is 1e-2

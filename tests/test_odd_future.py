@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from lln import block_diagonal_attention, lln_attention, lln_diag_attention
-from lln.backends.cpu import build_problem
-
-pytestmark = pytest.mark.skipif(build_problem() is not None, reason="no C compiler")
 
 TOKENS, FIRST_ODD = 100, 60
 CENTERS = torch.full((4, 8), 0.2), torch.full((2, 8), -0.1)
@@ -33,7 +30,7 @@ def gradients_of_past(attention, options, inputs, gradient):
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
 @pytest.mark.parametrize(("attention", "options"), ATTENTIONS.values(), ids=ATTENTIONS)
-def test_gradients_of_the_past_do_not_see_it(attention, options, which, odd, padded):
+def test_gradients_of_the_past_do_not_see_it(backend, attention, options, which, odd, padded):
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(2, h, TOKENS, 8, generator=generator) for h in (4, 2, 2)]
     gradient = torch.randn(2, 4, FIRST_ODD, 8, generator=generator)
@@ -45,7 +42,7 @@ def test_gradients_of_the_past_do_not_see_it(attention, options, which, odd, pad
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_of_odd_tokens_has_odd_gradients():
+def test_a_loss_of_odd_tokens_has_odd_gradients(backend):
     inputs = [torch.randn(1, 2, 20, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     inputs[2][:, :, 10] = torch.nan
     leaves = [x.requires_grad_() for x in inputs]

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from lln.backends.cpu import layout
 from lln.backends.cpu.allocation import allocate_gradients, allocate_results, as_rows
 from lln.backends.cpu.build import load
-from lln.backends.cpu.future import SPOILED, without_nonfinite_future
+from lln.backends.future import without_nonfinite_future
 from lln.checks import check_choice
 from lln.matching import curves
 from lln.matching.curves import MATCHINGS, Form, Matching
@@ -28,6 +28,7 @@ from lln.recurrence import Advance, Memory, Recurrence
 TYPES = {torch.float32: layout.FLOAT32, torch.bfloat16: layout.BFLOAT16, torch.float16: layout.FLOAT16}
 JOB, ADVANCE = (struct.Struct("=" + layout.format_of(kind)) for kind in (layout.Job, layout.Advance))
 NO_TENSOR = (0, 0, 0, 0)
+SPOILED = 2  # what lln_backward returns where results are not finite, see `lln.backends.future`
 NO_CURVE = (0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 NO_GRADIENTS = NO_TENSOR * 4 + (0, 0)
 FORMS = {"paper": layout.PAPER, "unbiased": layout.UNBIASED, "decomposed": layout.DECOMPOSED}
@@ -189,11 +190,11 @@ def backward(
         0 if grad_lse is None else grad_lse.data_ptr(),
     )
     if code == SPOILED:
-        clean = without_nonfinite_future(grad, query, key, value, alpha, beta, grad_lse)
+        clean = without_nonfinite_future(grad, query, key, value, (alpha, beta), grad_lse)
         if clean is not None:
-            tensors: Any = (*clean[:4], keep_query, keep_key, *clean[4:6], mass, values)
+            tensors: Any = (*clean[:4], keep_query, keep_key, *clean[4], mass, values)
             options: Any = (with_lln, block_size, is_causal, grad_scales, is_window, key_weight, grad_weight, form)
-            return backward(*(*tensors, *options, center_query, center_key, clean[6]))
+            return backward(*(*tensors, *options, center_query, center_key, clean[5]))
     return gradients
 
 

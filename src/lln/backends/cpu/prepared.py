@@ -13,9 +13,18 @@ from torch import Tensor
 from lln.backends.base import Prepared, empty_rows
 from lln.backends.cpu import binding
 from lln.backends.cpu.allocation import as_rows
-from lln.backends.cpu.binding import NO_CURVE, NO_GRADIENTS, checked, curve_of, dense, form_layout, layout_of, threads
+from lln.backends.cpu.binding import (
+    NO_CURVE,
+    NO_GRADIENTS,
+    SPOILED,
+    checked,
+    curve_of,
+    dense,
+    form_layout,
+    layout_of,
+    threads,
+)
 from lln.backends.cpu.build import load
-from lln.backends.cpu.future import SPOILED
 from lln.problem import Problem
 
 # Gradients come with few different strides; a program that makes up new ones must not fill the memory.

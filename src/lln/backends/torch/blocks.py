@@ -38,9 +38,8 @@ def block_diagonal_attention(
         block_size = query.shape[2]
     options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
     forward = partial(_forward, **options, with_lse=with_lse)
-    return Attention(partial(_traced, **options, with_lse=with_lse), forward, partial(_backward, **options))(
-        query, key, value, keep
-    )
+    traced, backward = partial(_traced, **options, with_lse=with_lse), partial(_backward, **options)
+    return Attention(traced, forward, backward, is_causal)(query, key, value, keep)
 
 
 def cut_blocks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:

@@ -303,4 +303,6 @@ def _backward(inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Seque
     return found
 
 
-CAUSAL = Attention(traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward)
+CAUSAL = Attention(
+    traced=lambda *inputs: _forward(*inputs)[0], forward=_forward, backward=_backward, is_causal=True, has_scales=True
+)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from lln.checks import is_recorded
+from lln.backends.future import without_nonfinite_future
+from lln.checks import is_readable, is_recorded
 
 Tensors = tuple[Tensor, ...]
 Inputs = Sequence[Any]  # tensors, or None where an optional one was left out
@@ -28,6 +29,9 @@ class Attention:
     forward: Callable[..., tuple[Tensors, Tensors]]  # inputs -> outputs, and what else the backward pass should have
     # inputs, what else, gradients of the outputs, which inputs require one -> gradients of the inputs
     backward: Callable[[Inputs, Tensors, Tensors, Sequence[bool]], Sequence[Tensor | None]]
+    # Causal ones begin with query, key and value; with scales alpha, beta, the mask and weights of keys come next.
+    is_causal: bool = False
+    has_scales: bool = False
 
     def __call__(self, *inputs: Tensor | None) -> Tensors:
         given = [x for x in inputs if x is not None]
@@ -68,10 +72,36 @@ class _Recomputed(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         again = torch.is_grad_enabled()  # whether the gradients will be differentiated
         if not again and not any(is_transformed(x) for x in gradients):
-            return None, *ctx.attention.backward(inputs, others, gradients, wanted)
+            return None, *_gradients(ctx.attention, inputs, others, gradients, wanted)
         with torch.enable_grad():
             inputs = apart(inputs)
             outputs = ctx.attention.traced(*inputs)
             targets = [x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
             found = iter(torch.autograd.grad(outputs, targets, gradients, create_graph=again, allow_unused=True))
         return None, *(next(found) if is_wanted else None for is_wanted in wanted)
+
+
+def _gradients(
+    attention: Attention, inputs: Inputs, others: Tensors, gradients: Tensors, wanted: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    """Those of an attention; of a causal one, without what later tokens that are not finite and have no part spoil."""
+    found = attention.backward(inputs, others, gradients, wanted)
+    if not attention.is_causal or not is_readable(gradients[0]):
+        return found
+    if all(x is None or bool(x.sum().isfinite()) for x in found):
+        return found
+    gradient, *more = gradients  # of log-sum-exps, or of the memory after the last token
+    scales = [3, 4, 6] if attention.has_scales else []
+    if scales and any(bool(x.any()) for x in more):
+        return found
+    lse = None if scales or not more else more[0]
+    query, key, value = inputs[:3]
+    clean = without_nonfinite_future(gradient, query, key, value, tuple(inputs[i] for i in scales), lse)
+    if clean is None:
+        return found
+    gradient, *tokens, cleaned, lse = clean
+    inputs = [*tokens, *inputs[3:]]
+    for i, x in zip(scales, cleaned, strict=True):
+        inputs[i] = x
+    more = more if lse is None else [lse]
+    return attention.backward(inputs, attention.forward(*inputs)[1], (gradient, *more), wanted)

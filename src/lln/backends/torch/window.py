@@ -43,7 +43,7 @@ def window_attention(
     # No key is further away than the sequence is long.
     reach: dict[str, Any] = {x: min(n, query.shape[2]) for x, n in (("left", block_size - 1 - right), ("right", right))}
     attend = partial(_window, **reach, with_lse=with_lse)
-    attention = Attention(attend, lambda *inputs: (attend(*inputs), ()), partial(_backward, **reach))
+    attention = Attention(attend, lambda *inputs: (attend(*inputs), ()), partial(_backward, **reach), is_causal)
     if keep is None:
         return attention(query, key, value, None)
     order = front_order(keep)

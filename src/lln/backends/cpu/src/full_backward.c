@@ -38,18 +38,20 @@ void attend_memory_backward(const Plan *plan, long b, long h, long first, long e
         multiply_transposed(D, padded(V), rows, shares, q_row, g.data, g.row, grad_values, v_row, 1);
         for (long r = 0; r < rows; r++) {
             float *s = shares + r * q_row, *d = grad_shares + r * q_row;
-            vf sum = broadcast(0.f), with_query = broadcast(0.f);
+            vf sum = broadcast(0.f), rest = broadcast(0.f), with_query = broadcast(0.f);
             for (long i = 0; i < vector; i += LANES) sum += load(s + i) * load(d + i);
-            float mean = total_of(sum) / weight;
+            float mean = total_of(sum) / weight; /* taken off in two steps: what is left of it would be times alpha */
+            for (long i = 0; i < vector; i += LANES) rest += load(s + i) * (load(d + i) - mean);
+            float left = total_of(rest) / weight;
             for (long i = 0; i < vector; i += LANES) {
-                vf grad = load(s + i) * (load(d + i) - mean);
+                vf grad = load(s + i) * (load(d + i) - mean - left);
                 store(grad_mass + i, load(grad_mass + i) + grad);
                 with_query += grad * load(q.data + r * q.row + i);
                 store(to.data + r * to.row + i, blanked[r] ? broadcast(0.f) : grad * alpha);
             }
             if (form.query) /* none in the loop above: this is not often wanted */
                 for (long i = 0; job->grad_alpha && i < vector; i += LANES)
-                    with_query -= load(s + i) * (load(d + i) - mean) * load(form.query + i);
+                    with_query -= load(s + i) * (load(d + i) - mean - left) * load(form.query + i);
             if (job->grad_alpha)
                 job->grad_alpha[(b * job->heads + h) * job->queries + start + r] = total_of(with_query);
         }
@@ -99,15 +101,15 @@ void sum_keys_backward(const Plan *plan, long b, long key_head, long first, long
                 const float *largest = mass_of(job, b, h);
                 memcpy(maximum, largest, D * sizeof(float));
                 memcpy(log_sum, largest + D, D * sizeof(float));
-                float *memory = read_values(job, b, h, &scratch);
-                for (long i = 0; i < D; i++) {
-                    vf sum = broadcast(0.f);
-                    for (long j = 0; j < padded(V); j += LANES)
-                        sum += load(memory + i * v_row + j) * load(grad_sums + i * v_row + j);
-                    constant[i] = grad_mass[i] - total_of(sum);
-                }
-                for (long i = D; i < vector; i++) constant[i] = maximum[i] = log_sum[i] = 0.f;
+                float *memory = read_values(job, b, h, &scratch), *memory_T = take(&scratch, V * k_row);
+                for (long i = D; i < vector; i++) maximum[i] = log_sum[i] = 0.f;
                 transpose(D, V, vector, grad_sums, v_row, grads_T, k_row);
+                transpose(D, V, vector, memory, v_row, memory_T, k_row);
+                for (long i = 0; i < vector; i += LANES) {
+                    vf sum = broadcast(0.f); /* in the order of `multiply`: one key that is all there is cancels it */
+                    for (long j = 0; j < V; j++) sum += load(memory_T + j * k_row + i) * load(grads_T + j * k_row + i);
+                    store(constant + i, load(grad_mass + i) - sum);
+                }
             }
             if (has_form(job)) {
                 weigh_form_keys(plan, &form, b, h, order, start, 0, rows, k, &tile);

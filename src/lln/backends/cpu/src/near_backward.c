@@ -59,23 +59,34 @@ static void read_lse_gradients(const Job *job, long b, long h, const int32_t *or
 }
 
 /* Gradients of weighted means of columns and of log-sum-exp, in place of those of their weights: p (d - mean of d +
-   that of the log-sum-exp) times `scale`. */
+   that of the log-sum-exp) times `scale`. The mean is taken off in two steps, the second of what the first has left:
+   dq of a key that is large and has nearly all weight is its product with a small difference. */
 INLINE void softmax_columns_backward(const int vectors, long keys, float scale, float weight, const float *of_lse,
                                      const float *p, float *d) {
-    vf mean[2];
+    vf mean[2], rest[2];
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; v++) mean[v] = broadcast(0.f);
+    for (int v = 0; v < vectors; v++) mean[v] = rest[v] = broadcast(0.f);
     for (long j = 0; j < keys; j++)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++)
             mean[v] += load(p + j * STRIP_ROW + v * LANES) * load(d + j * STRIP_ROW + v * LANES);
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; v++) mean[v] = mean[v] / weight - load(of_lse + v * LANES);
+    for (int v = 0; v < vectors; v++) mean[v] /= weight;
     for (long j = 0; j < keys; j++)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
             long at = j * STRIP_ROW + v * LANES;
-            store(d + at, load(p + at) * (load(d + at) - mean[v]) * scale);
+            vf apart = load(d + at) - mean[v];
+            rest[v] += load(p + at) * apart;
+            store(d + at, apart);
+        }
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) rest[v] = rest[v] / weight - load(of_lse + v * LANES);
+    for (long j = 0; j < keys; j++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            long at = j * STRIP_ROW + v * LANES;
+            store(d + at, load(p + at) * (load(d + at) - rest[v]) * scale);
         }
 }
 
@@ -191,11 +202,17 @@ void near_backward(const Plan *plan, long b, long key_head, long first, long end
                 multiply_transposed(count, padded(V), rows, weights, row, g.data, g.row, grad_values, v_row, 1);
                 for (long r = 0; r < rows; r++) {
                     float *p = weights + r * row, *d = grad_weights + r * row;
-                    vf sum = broadcast(0.f);
+                    vf sum = broadcast(0.f), rest = broadcast(0.f);
                     for (long j = 0; j < padded(count); j += LANES) sum += load(p + j) * load(d + j);
-                    float mean = total_of(sum) / weight - of_lse[r];
+                    float mean = total_of(sum) / weight; /* taken off in two steps, as above */
+                    for (long j = 0; j < padded(count); j += LANES) {
+                        vf apart = load(d + j) - mean;
+                        rest += load(p + j) * apart;
+                        store(d + j, apart);
+                    }
+                    float left = total_of(rest) / weight - of_lse[r];
                     for (long j = 0; j < padded(count); j += LANES)
-                        store(d + j, load(p + j) * (load(d + j) - mean) * scale);
+                        store(d + j, load(p + j) * (load(d + j) - left) * scale);
                 }
                 multiply_transposed(count, padded(D), rows, grad_weights, row, q.data, q.row, grad_keys, q_row, 1);
                 multiply(rows, padded(D), count, grad_weights, row, k.data, k.row, grad_queries, q_row, 0);
