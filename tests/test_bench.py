@@ -375,6 +375,19 @@ def test_training_steps_are_measured_or_predicted(quick, tmp_path, monkeypatch):
         list(model.compare_training((16,), ("flash",)))
 
 
+def test_training_steps_with_options(quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "ROBERTA_BASE", model.ModelSetting(layers=1, hidden_size=16, heads=2, vocabulary=50))
+    out = tmp_path / "model.jsonl"
+    arguments = ["model", "--lengths", "16", "--mechanisms", "sdpa,lln_diag", "--seconds", "0", "--out", str(out)]
+    assert run(*arguments, "--option", "block_size=8").exit_code == 0
+    result = only_result(out)
+    assert (result.run, result.settings["options"]) == ("model-block_size=8", {"block_size": 8})
+    with pytest.raises(ValueError, match="block_size must be"):  # of the mechanism, in the process of the step
+        run(*arguments, "--option", "block_size=0")
+    with pytest.raises(ValueError, match="none of sdpa, lln_diag has an option size"):
+        run(*arguments, "--option", "size=8")
+
+
 def test_a_step_that_does_not_fit_is_a_reason_not_a_crash(monkeypatch):
     monkeypatch.setattr(model, "free_bytes", lambda: 2**20)
     tiny = model.ModelSetting(layers=1, hidden_size=64, heads=2, vocabulary=5000)

@@ -48,7 +48,7 @@ def documented():
     """Public names of the core with what they stand for: functions, classes, and the methods of `LLNState`."""
     for module in (lln, lln.reference, lln.theory):
         yield from ((f"{module.__name__}.{name}", getattr(module, name)) for name in module.__all__)
-    for name in ("empty", "prefill", "step", "branches", "merge"):
+    for name in ("empty", "prefill", "step", "branches", "reorder", "merge", "to", "from_dict"):
         yield f"lln.LLNState.{name}", getattr(lln.LLNState, name)
 
 

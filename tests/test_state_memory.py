@@ -191,7 +191,7 @@ def test_what_a_state_refuses(tokens):
         state.prefill(q, k, v, near_query=q[..., :8])
     with pytest.raises(ValueError, match="same tokens and heads"):
         state.prefill(q, k, v[:, :, :2], near_query=q[:, :, :2, :8], near_key=k[:, :, :2, :8])
-    with pytest.raises(ValueError, match="key_weight must be"):
+    with pytest.raises(ValueError, match="key_weight must have shape"):
         LLNState.empty(2, 4, 16).prefill(q, k, v, key_weight=torch.zeros(2, 4, 2))
     with pytest.raises(TypeError, match="key_weight must be a floating point"):
         LLNState.empty(2, 4, 16).prefill(q, k, v, key_weight=torch.zeros(2, 4, 3, dtype=torch.int64))

@@ -4,15 +4,26 @@ Shapes: B batch, H heads, a multiple of H_k key heads, N new tokens, F features 
 attention among neighbours, V value width, C block size.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from lln.checks import check_inputs, is_recorded
+from lln.checks import check_inputs, check_scale, check_values, is_recorded
 from lln.matching.curves import Form, Matching
 from lln.precision import accumulator
 from lln.problem import Centers, Near
+
+
+class StateOptions(TypedDict, total=False):
+    """Options of the next tokens of a state."""
+
+    key_padding_mask: Tensor | None
+    in_place: bool
+    near_query: Tensor | None
+    near_key: Tensor | None
+    key_weight: Tensor | None
 
 
 class Memory(NamedTuple):
@@ -94,6 +105,29 @@ def check_memory(
         raise ValueError(f'a state of form="decomposed" has two centres and others have none, got {form!r}')
 
 
+def check_mergeable(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], same: Iterable[str]) -> None:
+    """Refuse two states, as `LLNState.to_dict` has them, that differ in shapes, or in the values of `same`."""
+    if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
+        shapes = (", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items()) for tensors in (mine, theirs))
+        raise ValueError(f"states of different shape cannot be merged: {' and '.join(shapes)}")
+    for name in same:
+        if name in mine:
+            check_values(
+                mine[name] == theirs[name], f"states with different {name} cannot be merged; give both the same"
+            )
+
+
+def read_scale(name: str, scale: float | Tensor | None, *, batch: int, heads: int, like: Tensor) -> Tensor | None:
+    """alpha or beta of all tokens of a state, (B, H) in the accumulator's dtype; None if it is to be matched."""
+    check_scale(name, scale, batch=batch, heads=heads, tokens=1)
+    if scale is None:
+        return None
+    if isinstance(scale, Tensor) and scale.dim() > 2:
+        raise ValueError(f"{name} of a state must be the same for all tokens, got {tuple(scale.shape)}")
+    given = torch.as_tensor(scale, dtype=accumulator(like.dtype), device=like.device)
+    return (given if given.dim() == 2 else given.reshape(1, -1)).expand(batch, heads)
+
+
 def is_owner(x: Tensor, others: set[int]) -> bool:
     """Whether a tensor has all of its memory to itself; `others` are the addresses of those seen so far."""
     if torch.compiler.is_compiling() or is_recorded() or torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -107,13 +141,14 @@ def is_owner(x: Tensor, others: set[int]) -> bool:
 def check_tokens(
     values: Tensor,
     recent_key: Tensor | None,
+    center_key: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     near_query: Tensor | None,
     near_key: Tensor | None,
 ) -> None:
-    """Refuse tokens that are not for a state with these `values` and `recent_key`."""
+    """Refuse tokens that are not for a state with these `values`, `recent_key` and `center_key`."""
     if near_query is None and near_key is None:
         check_inputs(query, key, value, same_length="LLNState")
         near_key = key
@@ -124,6 +159,8 @@ def check_tokens(
         raise ValueError(f"the state is for (batch, heads, features, value features) {wanted}, got {got}")
     if query.shape[2] == 0:
         raise ValueError(f"at least one token is needed, got query {tuple(query.shape)}")
+    if center_key is not None and key.shape[1] != center_key.shape[1]:
+        raise ValueError(f"the centres are for {center_key.shape[1]} key heads, got {key.shape[1]}")
     if recent_key is None:
         if accumulator(value.dtype) != values.dtype:
             raise TypeError(f"the state sums in {values.dtype}, which does not fit {value.dtype} tokens; see dtype=")

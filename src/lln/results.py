@@ -39,27 +39,76 @@ class Result:
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> "Result":
+        """The run of a line of a result file.
+
+        Args:
+            line: as `to_line` gives it.
+
+        Returns:
+            The run, with tables as rows.
+
+        Raises:
+            KeyError: the line has no run or no settings.
+
+        Example:
+            >>> Result.from_line({"run": "mlm-lln", "seed": 0, "settings": {"steps": 2}}).origin
+            {'seed': 0}
+        """
         tables = {name: unpack(line[name]) for name in TABLES if name in line}
         origin = {key: value for key, value in line.items() if key not in ("run", "settings", "summary", *TABLES)}
         return cls(line["run"], origin, line["settings"], line.get("summary", {}), tables)
 
     def to_line(self) -> dict[str, Any]:
+        """The run as a line of a result file.
+
+        Returns:
+            What JSON can have, with tables as columns.
+
+        Example:
+            >>> Result("mlm-lln", {"seed": 0}, {"steps": 2}).to_line()
+            {'run': 'mlm-lln', 'seed': 0, 'settings': {'steps': 2}}
+        """
         line = {"run": self.run, **self.origin, "settings": dict(self.settings)}
         line |= {"summary": dict(self.summary)} if self.summary else {}
         return line | {name: pack(rows) for name, rows in self.tables.items()}
 
     @property
     def rows(self) -> Sequence[Row]:
+        """The table `rows`; a KeyError if the run has none."""
         return self.tables["rows"]
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric of training or of evaluations."""
+        """Steps and values of a metric of training or of evaluations.
+
+        Args:
+            name: of a column; rows without it are left out.
+
+        Returns:
+            Two lists of the same length, empty if nothing has the metric.
+
+        Example:
+            >>> result = Result("mlm-lln", {"seed": 0}, tables={"training": [{"step": 1, "loss": 3.0}]})
+            >>> result.curve("loss")
+            ([1], [3.0])
+        """
         lines = [row for table in ("training", "evaluations") for row in self.tables.get(table, ())]
         lines = [row for row in lines if row.get(name) is not None]
         return [row["step"] for row in lines], [row[name] for row in lines]
 
     def layers(self, name: str) -> dict[str, tuple[list[int], list[float]]]:
-        """Steps and values of what was recorded of each layer, the mean over its heads."""
+        """Steps and values of what was recorded of each layer, the mean over its heads.
+
+        Args:
+            name: of a column of the table `heads`.
+
+        Returns:
+            Two lists for each layer.
+
+        Example:
+            >>> heads = [{"layer": "0", "head": head, "step": 1, "alpha": head + 1.0} for head in (0, 1)]
+            >>> Result("mlm-lln", {}, tables={"heads": heads}).layers("alpha")
+            {'0': ([1], [1.5])}
+        """
         found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for row in self.tables.get("heads", ()):
             if row.get(name) is not None:
@@ -71,6 +120,12 @@ class Result:
 
 def pack(rows: Sequence[Row]) -> Any:
     """Rows as columns where all have the same keys, or else as they are; `unpack` gives the same rows again.
+
+    Args:
+        rows: of a table.
+
+    Returns:
+        What JSON can have: a column with the same value in all rows is that value alone.
 
     Example:
         >>> pack([{"step": 1, "kind": "lln"}, {"step": 2, "kind": "lln"}])
@@ -85,7 +140,18 @@ def pack(rows: Sequence[Row]) -> Any:
 
 
 def unpack(table: Any) -> list[Row]:
-    """The rows of a table that `pack` made."""
+    """The rows of a table that `pack` made.
+
+    Args:
+        table: columns, or rows.
+
+    Returns:
+        The rows.
+
+    Example:
+        >>> unpack({"step": [1, 2], "kind": "lln"})
+        [{'step': 1, 'kind': 'lln'}, {'step': 2, 'kind': 'lln'}]
+    """
     if isinstance(table, list):
         return table
     count = max(len(values) for values in table.values() if isinstance(values, list))
@@ -112,8 +178,8 @@ def read_results(path: Path, *, made_by: str) -> dict[str, Result]:
         ValueError: the file does not exist, or is damaged.
 
     Example:
-        >>> read_results(Path("results/table3.jsonl"), made_by="lln reproduce table3")["vision-softmax"].summary
-        {...}
+        >>> runs = read_results(Path("table3.jsonl"), made_by="lln reproduce table3")  # doctest: +SKIP
+        >>> runs["vision-softmax"].summary  # doctest: +SKIP
     """
     if not path.exists():
         raise ValueError(f"{path} is missing; `{made_by}` makes it")
@@ -126,7 +192,23 @@ def read_results(path: Path, *, made_by: str) -> dict[str, Result]:
 
 
 def chosen_results(path: Path, names: Iterable[str], *, made_by: str) -> dict[str, Result]:
-    """Some runs of a result file; a ValueError names the one that it does not have."""
+    """Some runs of a result file.
+
+    Args:
+        path: the file.
+        names: of the runs.
+        made_by: the command that makes it, for the error.
+
+    Returns:
+        The runs by their names, in the order of `names`.
+
+    Raises:
+        ValueError: the file does not exist, is damaged, or does not have one of the runs, which is named.
+
+    Example:
+        >>> path, command = Path("table2.jsonl"), "lln bench model --out table2.jsonl"
+        >>> chosen_results(path, ["model"], made_by=command)["model"].rows  # doctest: +SKIP
+    """
     found = read_results(path, made_by=made_by)
     for name in names:
         if name not in found:
@@ -135,7 +217,18 @@ def chosen_results(path: Path, names: Iterable[str], *, made_by: str) -> dict[st
 
 
 def write_results(path: Path, results: Iterable[Result]) -> None:
-    """Write a result file, which is whole at every moment."""
+    """Write a result file, which is whole at every moment.
+
+    Args:
+        path: the file, in a folder that exists.
+        results: its runs.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    Example:
+        >>> write_results(Path("table3.jsonl"), [Result("mlm-lln", {"seed": 0})])  # doctest: +SKIP
+    """
     write_lines(path, (result.to_line() for result in results))
 
 
@@ -148,6 +241,10 @@ def add_result(path: Path, result: Result) -> None:
 
     Raises:
         ValueError: the file is damaged.
+        OSError: it cannot be written.
+
+    Example:
+        >>> add_result(Path("table3.jsonl"), Result("mlm-lln", {"command": "lln train mlm"}))  # doctest: +SKIP
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent):
@@ -156,12 +253,35 @@ def add_result(path: Path, result: Result) -> None:
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A JSON-lines file, which is whole at every moment."""
+    """Write a JSON-lines file, which is whole at every moment.
+
+    Args:
+        path: the file, in a folder that exists.
+        rows: its lines.
+
+    Raises:
+        OSError: the file cannot be written.
+        TypeError: JSON does not have a value.
+
+    Example:
+        >>> write_lines(Path("metrics.jsonl"), [{"step": 1, "loss": 3.0}])  # doctest: +SKIP
+    """
     write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file under another name, flush it to the disk and rename it, so that it is never seen half-written."""
+    """Write a file under another name, flush it to the disk and rename it, so that it is never seen half-written.
+
+    Args:
+        path: the file, in a folder that exists.
+        content: all of it.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    Example:
+        >>> write_whole(Path("table3.md"), "| run | loss |")  # doctest: +SKIP
+    """
     partial = path.with_name(PARTIAL + path.name)
     write_flushed(partial, content.encode() if isinstance(content, str) else content)
     partial.replace(path)
@@ -169,7 +289,18 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_flushed(path: Path, content: bytes) -> None:
-    """Write a file, and return when it is on the disk."""
+    """Write a file, and return when it is on the disk.
+
+    Args:
+        path: the file, in a folder that exists.
+        content: all of it.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    Example:
+        >>> write_flushed(Path("weights.bin"), b"...")  # doctest: +SKIP
+    """
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -177,7 +308,17 @@ def write_flushed(path: Path, content: bytes) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make what was renamed in a folder survive a loss of power."""
+    """Make what was renamed in a folder survive a loss of power.
+
+    Args:
+        folder: one that exists.
+
+    Raises:
+        OSError: it cannot be opened or flushed.
+
+    Example:
+        >>> flush_folder(Path("results"))  # doctest: +SKIP
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -188,9 +329,16 @@ def flush_folder(folder: Path) -> None:
 def check_writable(path: Path, option: str = "--out") -> None:
     """Find out before work begins whether a result can be written to the file `path`; its folder is made.
 
+    Args:
+        path: the file.
+        option: by which it was given, for the error.
+
     Raises:
         ValueError: there is a folder of this name.
         OSError: the file cannot be written.
+
+    Example:
+        >>> check_writable(Path("results/table3.jsonl"))  # doctest: +SKIP
     """
     if path.is_dir():
         raise ValueError(f"{option} must be a file, and {path} is a folder")
@@ -203,7 +351,22 @@ def check_writable(path: Path, option: str = "--out") -> None:
 
 
 def machines(results: Iterable[Result]) -> str:
-    """Machines, commits and seeds behind some runs, for the foot of a picture or table."""
+    """Machines, commits and seeds behind some runs, for the foot of a picture or table.
+
+    Args:
+        results: runs with an origin as `lln.provenance.provenance` gives it.
+
+    Returns:
+        A line.
+
+    Raises:
+        KeyError: a run has no machine, commit or seed.
+
+    Example:
+        >>> machine = {"cores": 2, "processor": "Xeon"}
+        >>> machines([Result("mlm-lln", {"machine": machine, "commit": "1a2b3c", "seed": 0})])
+        '2 cores of Xeon, commit 1a2b3c, seed 0'
+    """
     results = list(results)
     machines = sorted({f"{x.origin['machine']['cores']} cores of {x.origin['machine']['processor']}" for x in results})
     commits = sorted({str(x.origin["commit"]) for x in results})

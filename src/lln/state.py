@@ -12,35 +12,35 @@ not needed, `in_place=True` lets the new one take its memory, which is faster.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from lln.backends import Repeats, advance
-from lln.backends.torch.advance import newest
-from lln.backends.torch.summary import KeySummary, empty_summary, merge
-from lln.checks import check_block_size, check_choice, check_scale, check_values
+from lln.backends.torch.advance import merge_memories
+from lln.backends.torch.summary import empty_summary
+from lln.checks import check_block_size, check_choice
 from lln.masks import read_padding
 from lln.matching.curves import FORMS, MATCHINGS, Form, Matching
 from lln.matching.moments import empty_sums
-from lln.precision import accumulator, autocast_is_on
+from lln.precision import autocast_is_on
 from lln.problem import NEARS, Centers, Near, read_centers, read_key_weight
-from lln.recurrence import Advance, Memory, Recurrence, check_memory, check_tokens, is_owner
+from lln.recurrence import (
+    Advance,
+    Memory,
+    Recurrence,
+    StateOptions,
+    check_memory,
+    check_mergeable,
+    check_tokens,
+    is_owner,
+    read_scale,
+)
 from lln.repeats import signature_of
 
 # Options that are strings; `to_dict` has their indices in these lists.
 CHOICES: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "form": FORMS}
-
-
-class StateOptions(TypedDict, total=False):
-    """Options of the next tokens of a state."""
-
-    key_padding_mask: Tensor | None
-    in_place: bool
-    near_query: Tensor | None
-    near_key: Tensor | None
-    key_weight: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,9 @@ class LLNState:
         check_memory(self._memory(), self.alpha, self.beta, (self.center_q, self.center_k), form=self.form)
         object.__setattr__(self, "_steps", Repeats(4))
         owners: set[int] = set()
-        for field in fields(self):
-            x = getattr(self, field.name)
-            if isinstance(x, Tensor) and not is_owner(x, owners):
-                object.__setattr__(self, field.name, x.clone(memory_format=torch.contiguous_format))
+        for name, x in self._tensors().items():
+            if not is_owner(x, owners):
+                object.__setattr__(self, name, x.clone(memory_format=torch.contiguous_format))
 
     @classmethod
     def empty(
@@ -130,14 +129,8 @@ class LLNState:
         if heads % key_heads:
             raise ValueError(f"heads={heads} must be a multiple of key_heads={key_heads}")
         like = torch.empty(0, dtype=dtype, device=device)
-        scales = {}
-        for name, scale in (("alpha", alpha), ("beta", beta)):
-            check_scale(name, scale, batch=batch, heads=heads, tokens=1)
-            if isinstance(scale, Tensor) and scale.dim() > 2:
-                raise ValueError(f"{name} of a state must be the same for all tokens, got {tuple(scale.shape)}")
-            if scale is not None:
-                given = torch.as_tensor(scale, dtype=accumulator(dtype), device=device)
-                scales[name] = (given if given.dim() == 2 else given.reshape(1, -1)).expand(batch, heads)
+        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "like": like}
+        scales = {name: read_scale(name, x, **sizes) for name, x in (("alpha", alpha), ("beta", beta))}
         memory = empty_summary(batch, heads, head_dim, value_dim, like)
         sums = empty_sums(memory.values)
         more: dict[str, Any] = {**scales, "matching": matching, "near": near, "form": form}
@@ -241,7 +234,21 @@ class LLNState:
         return found.output, found.near, found.near_lse, self._after(found)
 
     def reorder(self, index: Tensor) -> "LLNState":
-        """The state of the samples `index` (any number of them, also repeated), as a beam search needs it."""
+        """The state of some of the samples, as a beam search needs it.
+
+        Args:
+            index: the samples, a tensor of any number of them, also repeated.
+
+        Returns:
+            The state of a batch of these.
+
+        Raises:
+            IndexError: there is no such sample.
+
+        Example:
+            >>> lln.LLNState.empty(2, 8, 64).reorder(torch.tensor([1, 0, 0])).count.shape
+            torch.Size([3])
+        """
         return self._map(lambda x: x.index_select(0, index))
 
     def merge(self, later: "LLNState") -> "LLNState":
@@ -271,44 +278,38 @@ class LLNState:
                 "before; pass alpha= and beta= to LLNState.empty (lln.match_moments finds good values)"
             )
         mine, theirs = self.to_dict(), later.to_dict()
-        if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
-            raise ValueError(f"states of different shape cannot be merged: {_describe(mine)} and {_describe(theirs)}")
-        for name in ("alpha", "beta", *CHOICES, "center_q", "center_k"):
-            if name in mine:
-                check_values(
-                    mine[name] == theirs[name], f"states with different {name} cannot be merged; give both the same"
-                )
-        memory = merge(KeySummary(self.mass, self.values), KeySummary(later.mass, later.values))
-        recent_key, recent_value = self.recent_key, self.recent_value
-        if recent_key is not None and recent_value is not None:
-            assert later.recent_key is not None
-            assert later.recent_value is not None
-            size = recent_key.shape[2]
-            # The place of the later token t is t % C, and only the last C are read.
-            places = torch.arange(size, device=self.count.device).expand(len(self.count), size)
-            recent_key, recent_value = newest(
-                (recent_key, recent_value),
-                self.count,
-                (later.recent_key, later.recent_value),
-                places,
-                self.count + later.count,
-            )
-        return replace(
-            self,
-            mass=memory.mass,
-            values=memory.values,
-            count=self.count + later.count,
-            query_sums=self.query_sums + later.query_sums,
-            key_sums=self.key_sums + later.key_sums,
-            recent_key=recent_key,
-            recent_value=recent_value,
-        )
+        check_mergeable(mine, theirs, ("alpha", "beta", *CHOICES, "center_q", "center_k"))
+        tensors = merge_memories(self._memory(), later._memory())._asdict()
+        return replace(self, count=tensors.pop("num_tokens"), **tensors)
 
     def to(self, device: torch.device | str) -> "LLNState":
+        """The state on another device.
+
+        Args:
+            device: of the tokens to come.
+
+        Returns:
+            The state with its tensors there.
+
+        Raises:
+            RuntimeError: torch cannot use the device.
+
+        Example:
+            >>> lln.LLNState.empty(1, 8, 64).to("cpu").mass.device
+            device(type='cpu')
+        """
         return self._map(lambda x: x.to(device))
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The state as tensors alone, for safetensors, a network or a cache."""
+        """The state as tensors alone, for safetensors, a network or a cache.
+
+        Returns:
+            Its tensors by name, and its string options as indices.
+
+        Example:
+            >>> sorted(lln.LLNState.empty(1, 8, 64).to_dict())
+            ['count', 'form', 'key_sums', 'mass', 'matching', 'near', 'query_sums', 'values']
+        """
         choices = {
             name: torch.tensor(choices.index(getattr(self, name)), device=self.mass.device)
             for name, choices in CHOICES.items()
@@ -317,7 +318,21 @@ class LLNState:
 
     @classmethod
     def from_dict(cls, tensors: dict[str, Tensor]) -> "LLNState":
-        """The state of the tensors that `to_dict` gave; others are refused with a ValueError."""
+        """The state of the tensors that `to_dict` gave.
+
+        Args:
+            tensors: by name.
+
+        Returns:
+            The state.
+
+        Raises:
+            ValueError: tensors are missing, unknown, or do not belong to one state.
+
+        Example:
+            >>> lln.LLNState.from_dict(lln.LLNState.empty(1, 8, 64, matching="entropy").to_dict()).matching
+            'entropy'
+        """
         names = {field.name for field in fields(cls)}
         needed = {"mass", "values", "count", "query_sums", "key_sums", "matching"}
         if not needed <= tensors.keys() <= names:
@@ -359,25 +374,14 @@ class LLNState:
             options |= {"near_query": near_query, "near_key": near_key, "key_weight": key_weight}
             with torch.autocast(query.device.type, enabled=False):
                 return self._advance(query, key, value, apart=apart, **options)
-        check_tokens(self.values, self.recent_key, query, key, value, near_query, near_key)
+        check_tokens(self.values, self.recent_key, self.center_k, query, key, value, near_query, near_key)
         keep = None if key_padding_mask is None else read_padding(key_padding_mask, key)
         if key_weight is not None:
             key_weight = read_key_weight(key_weight, query, key)
-        centers = None
-        if self.center_q is not None and self.center_k is not None:
-            if key.shape[1] != self.center_k.shape[1]:
-                raise ValueError(f"the centres are for {self.center_k.shape[1]} key heads, got {key.shape[1]}")
-            centers = self.center_q, self.center_k
-        branches = (self.near, near_query, near_key, apart, in_place)
-        return advance(
-            Recurrence(
-                *(query, key, value, keep, memory, self.alpha, self.beta, self.matching, self.form, key_weight),
-                *branches,
-                centers,
-            ),
-            signature if query.shape[2] == 1 else None,
-            self._steps,
-        )
+        centers = None if self.center_q is None or self.center_k is None else (self.center_q, self.center_k)
+        tokens = (query, key, value, keep, memory, self.alpha, self.beta, self.matching, self.form, key_weight)
+        recurrence = Recurrence(*tokens, self.near, near_query, near_key, apart, in_place, centers)
+        return advance(recurrence, signature if query.shape[2] == 1 else None, self._steps)
 
     def _memory(self) -> Memory:
         sums = (self.count, self.query_sums, self.key_sums)
@@ -394,7 +398,3 @@ class LLNState:
         state = object.__new__(LLNState)  # without the checks of `__post_init__`, which take as long as many tokens
         state.__dict__.update(self.__dict__, _steps=Repeats(4), **tensors)
         return state
-
-
-def _describe(tensors: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())

@@ -23,7 +23,7 @@ from lln.bench.peak import SMALL, Call, attention_call, random_heads
 from lln.functional import lln_attention, lln_diag_attention
 from lln.zoo import build, describe, names
 from lln.zoo.nystrom import LANDMARKS
-from lln.zoo.registry import check_options, option_parameters
+from lln.zoo.registry import check_shared_options, options_of
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
@@ -98,21 +98,10 @@ def check_names(mechanisms: Sequence[str], setting: Setting) -> None:
     for name in mechanisms:
         if name not in candidates:
             raise ValueError(f"no candidate is called {name!r}; there are: {', '.join(candidates)}")
-    for option in setting.options:
-        if not any(option in options_of(name, setting) for name in mechanisms):
-            raise ValueError(f"none of {', '.join(mechanisms)} has an option {option}; `lln zoo NAME` lists options")
+    check_shared_options(mechanisms, setting.options)
     for name in mechanisms:
-        if options := options_of(name, setting):
-            check_options(name, options)
+        if options := options_of(name, setting.options):
             build(name, num_heads=setting.heads, head_dim=setting.head_dim, max_len=SMALL, **options)
-
-
-def options_of(name: str, setting: Setting) -> dict[str, Any]:
-    """The options of a setting that a mechanism has; a candidate that is not in the zoo has none."""
-    if name not in names():
-        return {}
-    known = option_parameters(name)
-    return {option: value for option, value in setting.options.items() if option in known}
 
 
 def matrix_bytes(name: str, setting: Setting, tokens: int, *, backward: bool) -> int:
@@ -153,7 +142,7 @@ class OwnInputs:
 
 
 def _attention(name: str, setting: Setting, tokens: int) -> Callable[..., Tensor]:
-    causal, options = setting.causal, options_of(name, setting)
+    causal, options = setting.causal, options_of(name, setting.options)
     if name == "softmax":
         return partial(scaled_dot_product_attention, is_causal=causal)
     if name == "softmax_explicit":
@@ -283,7 +272,7 @@ def _package(name: str, setting: Setting) -> str | None:
     package = packages.get(name)
     if (
         package is None
-        or options_of(name, setting)
+        or options_of(name, setting.options)
         or (name == "nystrom" and setting.dtype not in ("float32", "float64"))
     ):
         return None  # nystrom-attention has a float32 identity matrix inside

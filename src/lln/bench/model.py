@@ -7,13 +7,14 @@ Each step runs in a process of its own; mechanisms take turns.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from lln.bench.measure import free_bytes, predict, timing
 from lln.bench.new_process import in_new_process
+from lln.zoo.registry import check_shared_options
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MECHANISMS = ("eager", "sdpa", "nystrom", "lln", "lln_diag")
@@ -27,13 +28,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ModelSetting:
-    """The sizes of RoBERTa-base."""
+    """The sizes of RoBERTa-base, and options of its attention."""
 
     layers: int = 12
     hidden_size: int = 768
     heads: int = 12
     vocabulary: int = 50265
     block_size: int = 64
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the zoo, for the mechanisms that have them
 
 
 ROBERTA_BASE = ModelSetting()
@@ -60,6 +62,7 @@ def compare_training(
     for name in mechanisms:
         if name not in MECHANISMS:
             raise ValueError(f"no attention of this comparison is called {name!r}; there are: {', '.join(MECHANISMS)}")
+    check_shared_options(mechanisms, setting.options)
     measured = list(done)
     for tokens in sorted(lengths):
         if {row["mechanism"] for row in measured if row["tokens"] == tokens} >= set(mechanisms):

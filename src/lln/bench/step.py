@@ -11,6 +11,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 from lln.bench.measure import peak_bytes, reset_peak
 from lln.bench.model import ModelSetting
 from lln.hf import convert
+from lln.zoo.registry import options_of
 
 MASKED = 0.15  # of the tokens
 WARM_UP_TOKENS = 32
@@ -44,7 +45,7 @@ def _training_step(mechanism: str, tokens: int, setting: ModelSetting, seed: int
     )
     model = RobertaForMaskedLM(config).train()  # type: ignore[no-untyped-call]
     options = {"block_size": setting.block_size} if mechanism == "lln_diag" else {}
-    convert(model, mechanism, **options)
+    convert(model, mechanism, **options | options_of(mechanism, setting.options))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(number: int) -> None:

@@ -5,14 +5,14 @@ Every command measures, prints tables, and writes a result file if asked.
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lln.cli.measurements import finish, measure_rows, start_recording, warn_of_noise
+from lln.cli.measurements import finish, measure_rows, run_name, start_recording, warn_of_noise
 from lln.cli.options import Json, Options, Seed, names, numbers
 from lln.tasks.config import parse_options
 from lln.terminal import Progress, errors, print_table, print_tables
@@ -31,6 +31,12 @@ Out = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what --out already has.")]
 Goals = Annotated[bool, typer.Option("--goals", help="Say which of the library's goals are met.")]
+SharedOptions = Annotated[
+    list[str],
+    typer.Option(
+        "--option", help="Option of the mechanisms that have it, as block_size=64; may be given several times."
+    ),
+]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out, and predict, calls of more seconds than this.")]
 
 
@@ -46,10 +52,7 @@ def attention(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     causal: Annotated[bool, typer.Option("--causal", help="A token sees those before it alone.")] = False,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="No gradients.")] = False,
-    option: Annotated[
-        list[str],
-        typer.Option(help="Option of the mechanisms that have it, as block_size=64; may be given several times."),
-    ] = [],  # noqa: B006
+    option: SharedOptions = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Measure each length about this long.")] = 4.0,
     max_seconds: MaxSeconds = 10.0,
@@ -78,8 +81,9 @@ def attention(
     described |= candidates.gpu_name() if on_gpu else {}
     described |= {"origins": origins, "seconds": seconds, "max_seconds": max_seconds}
     run = f"attention-{dtype}{'-causal' if causal else ''}{'-cuda' if on_gpu else ''}"
-    run = "-".join((run, *(f"{name}={value}" for name, value in setting.options.items())))
-    recording = start_recording(context, out, run, described, seed, fresh, kernel_in_use(setting))
+    recording = start_recording(
+        context, out, run_name(run, setting.options), described, seed, fresh, kernel_in_use(setting)
+    )
     if goals:
         check((), recording.result)  # refuses another setting before anything is measured
     recording.drop_incomplete(chosen, "pass", "tokens")
@@ -106,6 +110,7 @@ def model(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Repeat short steps, up to three times, for about this long.")] = 60.0,
     max_seconds: MaxSeconds = 40.0,
+    option: SharedOptions = [],  # noqa: B006
     seed: Seed = 0,
     out: Out = None,
     fresh: Fresh = False,
@@ -118,11 +123,16 @@ def model(
     from lln.paper import table2
 
     tokens, chosen = numbers("--lengths", lengths, LENGTHS), names("--mechanisms", mechanisms, MECHANISMS)
-    described = asdict(ROBERTA_BASE) | {"seconds": seconds, "max_seconds": max_seconds}
-    recording = start_recording(context, out, table2.RUN, described, seed, fresh, kernel_in_use(Setting()))
+    setting = replace(ROBERTA_BASE, options=parse_options(option))
+    described = asdict(setting) | {"seconds": seconds, "max_seconds": max_seconds}
+    if not setting.options:  # as in results that were recorded before these were settings
+        del described["options"]
+    recording = start_recording(
+        context, out, run_name(table2.RUN, setting.options), described, seed, fresh, kernel_in_use(Setting())
+    )
     recording.drop_incomplete(chosen, "tokens")
     limits: dict[str, Any] = {"seconds": seconds, "max_seconds": max_seconds}
-    rows = compare_training(tokens, chosen, setting=ROBERTA_BASE, seed=seed, done=recording.rows, **limits)
+    rows = compare_training(tokens, chosen, setting=setting, seed=seed, done=recording.rows, **limits)
     measure_rows(recording, rows, total=len(tokens) * len(chosen))
     finish(recording, table2.parts, table2.draw, json)
 
@@ -340,6 +350,7 @@ def lra(
     context: typer.Context,
     tasks: Annotated[str | None, typer.Option(help="Tasks, separated by commas; by default all of them.")] = None,
     methods: Annotated[str | None, typer.Option(help="Mechanisms of `lln zoo`, separated by commas.")] = None,
+    option: SharedOptions = [],  # noqa: B006
     seconds: Annotated[float, typer.Option(help="Time the methods of a task at least this long.")] = 30.0,
     seed: Seed = 0,
     out: Out = None,
@@ -353,11 +364,12 @@ def lra(
     from lln.tasks.lra.registry import TASKS
 
     chosen, compared = names("--tasks", tasks, tuple(TASKS)), names("--methods", methods, METHODS)
-    described = {"tasks": chosen, "methods": compared, "seconds": seconds}
-    recording = start_recording(context, out, table4.RUN, described, seed, fresh, None)
+    options = parse_options(option)
+    described = {"tasks": chosen, "methods": compared, "seconds": seconds} | ({"options": options} if options else {})
+    recording = start_recording(context, out, run_name(table4.RUN, options), described, seed, fresh, None)
     left = [task for task in chosen if sum(row["task"] == task for row in recording.rows) < len(compared)]
     recording.drop([row for row in recording.rows if row["task"] in left])
-    rows = compare(left, compared, seconds=seconds, seed=seed)
+    rows = compare(left, compared, seconds=seconds, seed=seed, options=options)
     measure_rows(recording, rows, total=len(chosen) * len(compared))
     finish(recording, lra_tables, None, json)
 

@@ -1,6 +1,6 @@
 """What all commands of `lln bench` do with their rows: record them, print tables, write the file, draw pictures."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,11 @@ def start_recording(
 
     command = bench_command(context, "out", "json", "fresh", "goals", "workers")
     return Recording(out, run, command=command, settings=settings, seed=seed, kernel=kernel, fresh=fresh)
+
+
+def run_name(run: str, options: Mapping[str, Any]) -> str:
+    """The name of a measurement with options of the mechanisms, which does not replace the one without."""
+    return "-".join((run, *(f"{name}={value}" for name, value in options.items())))
 
 
 def measure_rows(recording: "Recording", rows: Iterable["Row"], *, total: int) -> None:

@@ -45,6 +45,10 @@ def lln_attention(
     Raises:
         ValueError: on every process, where one of them has tokens or options that do not fit.
         lln.distributed.MissingRankError: a process did not take part within the time-out of the group.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))  # doctest: +SKIP
+        >>> output = lln.distributed.lln_attention(query, key, value, group=mesh["sequence"])  # doctest: +SKIP
     """
     return _run(local.lln_attention, QueryOptions, query, key, value, group, far=True, near=None, **options)
 
@@ -52,7 +56,24 @@ def lln_attention(
 def block_diagonal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Group, **options: Unpack[NearOptions]
 ) -> Tensor:
-    """`lln.block_diagonal_attention` of sequences whose parts the processes of a group hold, see `lln_attention`."""
+    """`lln.block_diagonal_attention` of sequences whose parts the processes of a group hold.
+
+    Args:
+        query, key, value, group: as in `lln_attention`, with N = M.
+        **options: those of `lln.block_diagonal_attention`.
+
+    Returns:
+        (B, H, N, Dv) for the queries of this process.
+
+    Raises:
+        ValueError: on every process, where one of them has tokens or options that do not fit.
+        lln.distributed.MissingRankError: a process did not take part within the time-out of the group.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))  # doctest: +SKIP
+        >>> options = {"block_size": 32, "group": mesh["sequence"]}  # doctest: +SKIP
+        >>> output = lln.distributed.block_diagonal_attention(query, key, value, **options)  # doctest: +SKIP
+    """
     return _run(
         local.block_diagonal_attention,
         NearOptions,
@@ -68,7 +89,24 @@ def block_diagonal_attention(
 def lln_diag_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Group, **options: Unpack[Options]
 ) -> Tensor:
-    """`lln.lln_diag_attention` of sequences whose parts the processes of a group hold, see `lln_attention`."""
+    """`lln.lln_diag_attention` of sequences whose parts the processes of a group hold.
+
+    Args:
+        query, key, value, group: as in `lln_attention`, with N = M.
+        **options: those of `lln.lln_diag_attention`.
+
+    Returns:
+        (B, H, N, Dv) for the queries of this process.
+
+    Raises:
+        ValueError: on every process, where one of them has tokens or options that do not fit.
+        lln.distributed.MissingRankError: a process did not take part within the time-out of the group.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))  # doctest: +SKIP
+        >>> options = {"is_causal": True, "group": mesh["sequence"]}  # doctest: +SKIP
+        >>> output = lln.distributed.lln_diag_attention(query, key, value, **options)  # doctest: +SKIP
+    """
     return _run(local.lln_diag_attention, Options, query, key, value, group, **{"near": "blocks", **options}, far=True)
 
 
@@ -85,7 +123,23 @@ def near_with_mass_ratio(
 ) -> tuple[Tensor, Tensor]:
     """`lln.neighbors.near_with_mass_ratio` of sequences whose parts the processes of a group hold.
 
-    `key_weight` (B, H, N) is for the tokens of this process.
+    Args:
+        query, key, value, group: as in `lln_attention`, with N = M.
+        key_weight: log-weights (B, H, N) of the keys of this process; left out, 0.
+        near, block_size: "blocks" or "window", and how many tokens are in one.
+        **options: key_padding_mask, cu_seqlens and is_causal, as in `lln.block_diagonal_attention`.
+
+    Returns:
+        Softmax attention among neighbours (B, H, N, V), and ln(far / near) of each query (B, H, N), of this process.
+
+    Raises:
+        ValueError: on every process, where one of them has tokens or options that do not fit.
+        lln.distributed.MissingRankError: a process did not take part within the time-out of the group.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))  # doctest: +SKIP
+        >>> options = {"near": "window", "block_size": 64, "group": mesh["sequence"]}  # doctest: +SKIP
+        >>> output, ratio = lln.distributed.near_with_mass_ratio(query, key, value, **options)  # doctest: +SKIP
     """
     ranks = find_ranks(group)
     given: Any = {"near": near, "block_size": block_size, **options, "key_weight": key_weight}

@@ -54,19 +54,27 @@ class Parallel:
 
 
 def parallelize(model: Model, mesh: Group | None) -> Model:
-    """Split the tokens of a converted model over the processes of a group, in place; returns the model.
+    """Split the tokens of a converted model over the processes of a group, in place.
+
+    The model is called with whole sequences, the same on every process of the group; tensors (batch, tokens, ...) among
+    its arguments are split. `logits` and hidden states are those of the part of this process, see `split_tokens`;
+    `loss` is the mean over the labels of the whole batch, or their sum divided by `num_items_in_batch`.
 
     Args:
         model: a transformers model of self-attention with `lln.hf.convert(model, "lln")` or "lln_diag": a model of
             hidden states, or one with a head for each token (masked or causal language model, token classes).
         mesh: a ProcessGroup, or one dimension of a DeviceMesh; None makes the model whole again.
 
-    The model is called with whole sequences, the same on every process of the group; tensors (batch, tokens, ...) among
-    its arguments are split. `logits` and hidden states are those of the part of this process, see `split_tokens`;
-    `loss` is the mean over the labels of the whole batch, or their sum divided by `num_items_in_batch`.
+    Returns:
+        The model.
 
     Raises:
         ValueError: the model, or what it is called with, cannot be split.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))  # doctest: +SKIP
+        >>> model = lln.distributed.parallelize(lln.hf.convert(model, "lln"), mesh["sequence"])  # doctest: +SKIP
+        >>> model(input_ids=ids, labels=labels).loss.backward()  # doctest: +SKIP
     """
     from lln.hf.convert import attention_modules
 
@@ -88,17 +96,29 @@ def parallelize(model: Model, mesh: Group | None) -> Model:
 
 
 def split_tokens(model: nn.Module, x: Tensor, dim: int = 1) -> Tensor:
-    """The part of a tensor of whole sequences that belongs to the tokens of this process in a parallelized model."""
+    """The part of a tensor of whole sequences that belongs to the tokens of this process in a parallelized model.
+
+    Args:
+        model: one that `parallelize` returned.
+        x: a tensor of whole sequences.
+        dim: the dimension of the tokens.
+
+    Returns:
+        A view of the tensor.
+
+    Raises:
+        ValueError: the model is not split over processes.
+
+    Example:
+        >>> logits = model(input_ids=ids).logits  # doctest: +SKIP
+        >>> wrong = logits.argmax(dim=-1) != lln.distributed.split_tokens(model, labels)  # doctest: +SKIP
+    """
     return x[(slice(None),) * dim + (_parts_of(model).bounds(x.shape[dim]),)]
 
 
 @torch.no_grad()
 def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, mesh: Group, **inputs: Any) -> Any:
-    """Read a prompt with several processes; returns the cache, on every process, for `generate` in one of them.
-
-        cache = lln.distributed.prefill(model, ids, mesh=mesh)
-        if rank == 0:
-            text = model.generate(ids, past_key_values=cache)
+    """Read a prompt with several processes, for `generate` in one of them.
 
     The cache holds all tokens but the last one, which `generate` reads itself. Its size does not depend on the prompt.
 
@@ -107,6 +127,17 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
         input_ids, attention_mask: (batch, tokens), the same on every process.
         mesh: the processes, as in `parallelize`.
         **inputs: further arguments of the model.
+
+    Returns:
+        The cache, on every process.
+
+    Raises:
+        ValueError: the prompt has one token, or the model cannot be split or keeps no state of constant size.
+
+    Example:
+        >>> cache = lln.distributed.prefill(model, ids, mesh=mesh)  # doctest: +SKIP
+        >>> if torch.distributed.get_rank() == 0:  # doctest: +SKIP
+        ...     text = model.generate(ids, past_key_values=cache)
     """
     from transformers import DynamicCache
 

@@ -38,7 +38,17 @@ class Traffic:
 
 @contextmanager
 def record_traffic() -> Iterator[Traffic]:
-    """Count the messages and bytes that attention in this process sends to other processes."""
+    """Count the messages and bytes that attention in this process sends to other processes.
+
+    Returns:
+        A context manager that gives the `Traffic` of its block.
+
+    Example:
+        >>> with lln.distributed.record_traffic() as traffic:
+        ...     output = lln.lln_attention(*torch.randn(3, 1, 2, 20, 16))
+        >>> traffic.sent_bytes
+        0
+    """
     traffic = Traffic()
     _recording.append(traffic)
     try:

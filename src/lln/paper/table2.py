@@ -97,7 +97,7 @@ def draw(result: Result, folder: Path) -> tuple[Path, Path, Path]:
             "predicted_peak_bytes",
             "skipped",
         )
-        return save(figure, flat(rows, columns), folder, "table2")
+        return save(figure, flat(rows, columns), folder, "table2" if result.run == RUN else f"table2-{result.run}")
 
 
 def _cell(row: Row | None, quantity: str, unit: float) -> str:

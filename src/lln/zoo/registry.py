@@ -6,7 +6,7 @@ mechanism can do; `PeerMechanism.forward` refuses the rest, and reads masks in t
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
@@ -232,6 +232,28 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has no option {option}; its options are: {listed}")
         if not _fits(value, parameters[option].annotation):
             raise ValueError(f"the option {option} of {name} cannot be {value!r}; expected {parameters[option]}")
+
+
+def options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some options that a mechanism has; a name that is not in the zoo has none."""
+    if name not in _REGISTRY:
+        return {}
+    known = option_parameters(name)
+    return {option: value for option, value in options.items() if option in known}
+
+
+def check_shared_options(mechanisms: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Refuse options for several mechanisms that none of them has, and values of another type.
+
+    Raises:
+        ValueError: names the option.
+    """
+    for option in options:
+        if not any(option in options_of(name, options) for name in mechanisms):
+            raise ValueError(f"none of {', '.join(mechanisms)} has an option {option}; `lln zoo NAME` lists options")
+    for name in mechanisms:
+        if own := options_of(name, options):
+            check_options(name, own)
 
 
 def _lookup(name: str) -> type[Mechanism]:

@@ -10,7 +10,7 @@ from lln.cli import app
 from lln.paper import table4, table5
 from lln.results import Result, read_results, write_results
 from lln.tasks.lra import bench
-from lln.tasks.lra.config import LraConfig
+from lln.tasks.lra.config import OPTIONS, LraConfig
 from lln.tasks.lra.registry import TASKS
 from lln.tasks.lra.train import train
 
@@ -225,9 +225,35 @@ def test_bench_at_published_lengths(monkeypatch):
     assert [row["memory_ratio"] for row in rows] == [1.0, 3.0]
 
 
+def test_bench_gives_each_method_the_options_that_it_has(monkeypatch, tmp_path):
+    made = {}
+
+    def training_step(task, method, *, options, **sizes):
+        made[method] = options
+        return lambda: None
+
+    monkeypatch.setattr(bench, "training_step", training_step)
+    monkeypatch.setattr(bench, "peak_memory", lambda task, method, *, options, **_: len(options) + 1)
+    arguments = ["bench", "lra", "--tasks", "text", "--methods", "softmax_explicit,reformer,lln_diag", "--seconds", "0"]
+    done = CliRunner().invoke(app, [*arguments, "--option", "rounds=4", "--option", "block_size=32", "--json"])
+    assert done.exit_code == 0, done.output
+    assert made == {
+        "softmax_explicit": {},
+        "reformer": OPTIONS["reformer"] | {"rounds": 4},
+        "lln_diag": {"block_size": 32},
+    }
+    out = tmp_path / "table4.jsonl"
+    done = CliRunner().invoke(app, [*arguments, "--option", "block_size=32", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (result,) = read_results(out, made_by="").values()
+    assert (result.run, result.settings["options"]) == ("lra-block_size=32", {"block_size": 32})
+    done = CliRunner().invoke(app, [*arguments, "--option", "blocks=32"])
+    assert "none of softmax_explicit, reformer, lln_diag has an option blocks" in done.stderr
+
+
 def test_memory_of_a_step_holds_the_explicit_matrices():
     layers, heads, tokens, float_bytes = 2, 2, 1024, 4
-    peak = bench.peak_memory("pathfinder", "softmax_explicit", length=tokens, batch=1)
+    peak = bench.peak_memory("pathfinder", "softmax_explicit", length=tokens, batch=1, options={})
     assert layers * heads * tokens**2 * float_bytes < peak < 20 * heads * tokens**2 * float_bytes
 
 

@@ -79,6 +79,22 @@ def newest(
     return key, value
 
 
+def merge_memories(first: Memory, later: Memory) -> Memory:
+    """The memory after the tokens of both, of which `later` began with an empty one."""
+    summary = merge(KeySummary(first.mass, first.values), KeySummary(later.mass, later.values))
+    total, recent = first.num_tokens + later.num_tokens, (first.recent_key, first.recent_value)
+    if first.recent_key is not None and first.recent_value is not None:
+        assert later.recent_key is not None
+        assert later.recent_value is not None
+        size = first.recent_key.shape[2]
+        # The place of the later token t is t % C, and only the last C are read.
+        places = torch.arange(size, device=total.device).expand(len(total), size)
+        mine, theirs = (first.recent_key, first.recent_value), (later.recent_key, later.recent_value)
+        recent = newest(mine, first.num_tokens, theirs, places, total)
+    sums = first.query_sums + later.query_sums, first.key_sums + later.key_sums
+    return Memory(*summary, total, *sums, *recent)
+
+
 def _far(recurrence: Recurrence) -> tuple[Tensor, KeySummary, PrefixSums]:
     query, key, value, keep, memory = recurrence[:5]
     past = PrefixSums(memory.num_tokens, memory.query_sums, memory.key_sums)

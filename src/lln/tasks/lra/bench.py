@@ -4,7 +4,7 @@ Time: all methods in turns in one process, forward, backward and optimiser, on f
 Memory: one step in a new process for each method, the peak over what the process held before it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lln.bench.new_process import in_new_process
 from lln.tasks.lra.config import OPTIONS
 from lln.tasks.lra.model import Classifier, Shape, build_attention
 from lln.tasks.lra.registry import TASKS, task_named
+from lln.zoo.registry import check_shared_options, options_of
 
 METHODS = (
     "softmax_explicit",
@@ -34,11 +35,13 @@ def batch_size(task: str) -> int:
     return max(1, TOKENS // (shape.length * shape.towers))
 
 
-def training_step(task: str, method: str, *, length: int, batch: int, seed: int = 0) -> Callable[[], None]:
+def training_step(
+    task: str, method: str, *, length: int, batch: int, options: Mapping[str, Any], seed: int = 0
+) -> Callable[[], None]:
     """A model, its optimiser and a batch of random tokens; each call is one step on it."""
     shape = task_named(task)
     torch.manual_seed(seed)
-    model = Classifier(shape, method, options=OPTIONS.get(method))
+    model = Classifier(shape, method, options=options)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     tokens = torch.randint(1, shape.vocabulary, (batch, shape.towers, length))
     labels = torch.randint(shape.classes, (batch,))
@@ -58,27 +61,32 @@ def compare(
     seconds: float = 30.0,
     at_least: int = 5,
     seed: int = 0,
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each task and method; ratios are the first method's cost over its own.
 
-    The methods of a task are timed in rounds, for `seconds` and `at_least` so many.
+    The methods of a task are timed in rounds, for `seconds` and `at_least` so many. `options` are those of `lln.zoo`;
+    each method gets the ones that it has, in place of those of the comparison.
     """
     if not methods:
         raise ValueError("name at least one method")
+    check_shared_options(methods, options or {})
+    own = {name: OPTIONS.get(name, {}) | options_of(name, options or {}) for name in methods}
     for task in tasks:  # refuses an unknown name before anything is measured
         for name in methods:
-            build_attention(name, shape=Shape(), max_len=task_named(task).length, **OPTIONS.get(name, {}))
+            build_attention(name, shape=Shape(), max_len=task_named(task).length, **own[name])
     for task in tasks:
         length, batch = task_named(task).length, batch_size(task)
-        steps = {name: training_step(task, name, length=length, batch=batch, seed=seed) for name in methods}
+        sizes: dict[str, Any] = {"length": length, "batch": batch, "seed": seed}
+        steps = {name: training_step(task, name, options=own[name], **sizes) for name in methods}
         timings = time_in_turns(steps, seconds=seconds, at_least=at_least)
         del steps
-        peaks = {name: peak_memory(task, name, length=length, batch=batch, seed=seed) for name in methods}
+        peaks = {name: peak_memory(task, name, options=own[name], **sizes) for name in methods}
         for name, timing in timings.items():
             yield {
                 "task": task,
                 "method": name,
-                "options": OPTIONS.get(name, {}),
+                "options": own[name],
                 "length": length,
                 "batch": batch,
                 **timing.row(),
@@ -88,14 +96,15 @@ def compare(
             }
 
 
-def peak_memory(task: str, method: str, *, length: int, batch: int, seed: int = 0) -> int:
+def peak_memory(task: str, method: str, *, length: int, batch: int, options: Mapping[str, Any], seed: int = 0) -> int:
     """Peak bytes of a training step, beyond the process, the model and the libraries that it has loaded."""
-    return in_new_process(_peak, task, method, length, batch, seed)
+    return in_new_process(_peak, task, method, length, batch, options, seed)
 
 
-def _peak(task: str, method: str, length: int, batch: int, seed: int) -> int:
-    training_step(task, method, length=64, batch=1, seed=seed)()  # loads what is loaded at first use
-    step = training_step(task, method, length=length, batch=batch, seed=seed)
+def _peak(task: str, method: str, length: int, batch: int, options: Mapping[str, Any], seed: int) -> int:
+    given: dict[str, Any] = {"options": options, "seed": seed}
+    training_step(task, method, length=64, batch=1, **given)()  # loads what is loaded at first use
+    step = training_step(task, method, length=length, batch=batch, **given)
     reset_peak()
     before = peak_bytes()
     step()
