@@ -18,7 +18,7 @@ def test_a_bar_shows_the_label_as_it_is(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     display = Display("listops-lln:a=[/x]", 4, 0, quiet=False)
     display.line({"step": 2, "loss": 1.5, "tokens_per_second": 3.0})
-    display.say("Continuing a[/x]:key:" + "/long" * 60)
+    display.print("Continuing a[/x]:key:" + "/long" * 60)
     display.close()
     shown = capsys.readouterr().err
     assert "listops-lln:a=[/x]" in shown

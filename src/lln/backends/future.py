@@ -33,7 +33,8 @@ def without_nonfinite_future(
         return None
 
     def fill(x: Tensor, number: float) -> Tensor:
-        return x.masked_fill(later[:, None] if x.dim() == 3 else later[:, None, :, None], number)
+        # A clone keeps the strides, on which it depends how products are rounded.
+        return x.clone().masked_fill_(later[:, None] if x.dim() == 3 else later[:, None, :, None], number)
 
     tokens = (fill(x, 0.0) for x in (grad, query, key, value))
     each = tuple(fill(x, 1.0) if x is not None and x.dim() > 2 and x.shape[2] == later.shape[1] else x for x in scales)
