@@ -10,7 +10,8 @@ from lln.linearize import LinearizeConfig, linearize
 from lln.linearize.config import LEAST_FEATURES
 from lln.linearize.data import TextSource, lengths_up_to, special_tokens
 from lln.linearize.evaluate import Kept, ablated
-from lln.linearize.linear import linearized_result, split_documents
+from lln.linearize.linear import linearized_result
+from lln.linearize.sources import split_documents
 from lln.linearize.losses import attend
 from lln.linearize.teacher import converted_modules, make_teacher, observing
 from lln.paper import linearized

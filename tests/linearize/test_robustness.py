@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from lln.linearize import linear, linearize
 from lln.linearize.command import load_tokenizer, read_text
-from lln.linearize.linear import make_source, split_documents, split_images
+from lln.linearize.sources import make_source, split_documents, split_images
 
 FEW = {"align_steps": 1, "join_steps": 1, "distil_steps": 1}
 

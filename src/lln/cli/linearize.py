@@ -23,6 +23,8 @@ def add_command(app: typer.Typer) -> None:
         text: Path | None,
         images: Path | None,
         pairs: Path | None,
+        task: str | None,
+        hold_out: bool,
         preset: str,
         out: Path | None,
         data_dir: Path | None,
@@ -39,7 +41,8 @@ def add_command(app: typer.Typer) -> None:
 
         if record is not None:
             check_writable(record)
-        sources: dict[str, Any] = {"text": text, "images": images, "pairs": pairs, "data_dir": data_dir}
+        sources: dict[str, Any] = {"text": text, "images": images, "pairs": pairs, "task": task}
+        sources |= {"hold_out": hold_out, "data_dir": data_dir}
         found = run(model, out, config, **sources, quiet=quiet, warn=errors.print)
         if record is not None:
             calibrated = "-calibrated" if config.steps == 0 else ""  # as `lln reproduce linearized` names its runs
@@ -47,12 +50,18 @@ def add_command(app: typer.Typer) -> None:
 
     learn = "Text to learn from: a file .txt, .jsonl or .jsonl.gz, or a folder."
     scored = "Labelled data of an encoder, to report on: JSON lines with sentence1, sentence2 and score, as STS-B."
+    examples = (
+        "Learn from the training examples of this GLUE task, or imdb, that MODEL was fine-tuned on; without labels."
+    )
+    part = "With --task: measure on a tenth of the training examples, held out, and not on the validation examples."
     folder = typer.Argument(help="Folder or hub name of the model.")
     parameters = [
         parameter("model", str, inspect.Parameter.empty, folder),
         parameter("text", Path | None, None, typer.Option(help=learn)),
         parameter("images", Path | None, None, typer.Option(help="Folder of images to learn from, for a ViT.")),
         parameter("pairs", Path | None, None, typer.Option(help=scored)),
+        parameter("task", str | None, None, typer.Option(help=examples)),
+        parameter("hold_out", bool, False, typer.Option("--hold-out", help=part)),
         *settings_parameters(LinearizeConfig),
         parameter("record", Path | None, None, typer.Option(help="Add what was kept to this result file (.jsonl).")),
     ]

@@ -13,6 +13,7 @@ from lln.linearize.config import LinearizeConfig
 from lln.linearize.linear import Linearized, check_model, linearize
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.folder import require
+from lln.tasks.data.glue import read_glue
 from lln.tasks.data.lines import read_jsonl
 from lln.tasks.data.text import NoDocumentsError, Split, default_source, read_documents
 from lln.tasks.start import TOKENIZER_FILES
@@ -28,6 +29,8 @@ def run(
     text: Path | None = None,
     images: Path | None = None,
     pairs: Path | None = None,
+    task: str | None = None,
+    hold_out: bool = False,
     data_dir: Path | None = None,
     quiet: bool = False,
     warn: Callable[[str], None] = print,
@@ -35,10 +38,12 @@ def run(
     """Load a model, read text or images, make the model linear and write it to `out`."""
     network = load_model(model)
     check_model(network)
+    if task is None and (hold_out or config.examples is not None):
+        raise ValueError("--hold-out and --examples are of the examples of a --task; name it, or leave them out")
     is_vision = getattr(network, "main_input_name", "") == "pixel_values"
     if is_vision:
-        if pairs is not None:
-            raise ValueError(f"{model} takes images, and --pairs are of sentences; leave them out")
+        if pairs is not None or task is not None:
+            raise ValueError(f"{model} takes images, and --pairs and --task are of sentences; leave them out")
         if images is None:
             raise ValueError(f"{model} takes images: give a folder of them, --images FOLDER")
         processor = AutoImageProcessor.from_pretrained(model)  # type: ignore[no-untyped-call]
@@ -54,6 +59,21 @@ def run(
     if images is not None:
         raise ValueError(f"{model} takes text, not images: use --text")
     tokenizer = load_tokenizer(model)
+    if task is not None:
+        if text is not None:
+            raise ValueError("give text to learn from, --text, or the examples of a task, --task, and not both")
+        rows = read_glue(task, "train", find_data(data_dir))
+        return linearize(
+            network,
+            tokenizer,
+            rows,
+            held_out=None if hold_out else read_glue(task, "validation", find_data(data_dir)),
+            pairs=None if pairs is None else read_pairs(pairs),
+            out=out,
+            config=config,
+            origin={"model": model, "task": task},
+            quiet=quiet,
+        )
     source = str(text) if text is not None else default_source(find_data(data_dir))
     if source == "stdlib" and not quiet:
         warn(

@@ -3,7 +3,7 @@
 A batch depends on the seed, the stage and the step alone, so a continued run sees what an uninterrupted one would.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +13,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lln.tasks.data.folder import digest
-from lln.tasks.data.order import draws
+from lln.tasks.data.order import Unrolled, draws
+from lln.tasks.glue import Sentences
+from lln.tasks.glue import pad as pad_examples
 from lln.terminal import Progress
 
 Batch = dict[str, Tensor]
@@ -121,6 +123,79 @@ class TextSource:
 
     def _passage(self, tokens: Any, start: int, inner: int) -> list[int]:
         return [*self._before, *tokens[start : start + inner].tolist(), *self._after]
+
+
+class ExampleSource:
+    """Examples of a classifier's task, padded to batches of examples of similar lengths.
+
+    Batches have no labels, because a model learns from what its teacher predicts; `labelled` gives them to measure.
+    """
+
+    def __init__(
+        self,
+        train: Sentences,
+        held_out: Sentences,
+        padding: int,
+        *,
+        batch_tokens: int,
+        calibration_tokens: int,
+        passages: int,
+        seed: int,
+    ) -> None:
+        self._train, self._held_out, self._padding, self._seed = train, held_out, padding, seed
+        self._batch_tokens, self._calibration_tokens, self._passages = batch_tokens, calibration_tokens, passages
+        self.lengths: tuple[int, ...] = (max(train.lengths),)
+        mean = sum(train.lengths) / len(train)
+        self._size = max(1, min(len(train), round(batch_tokens / mean)))
+        self.held_out_examples = len(held_out)
+        # The order of a stage does not depend on how many steps it has.
+        self._orders = {
+            stage: Unrolled(train, epochs=1 << 30, seed=len(STAGES) * seed + place, lengths_alike=self._size)
+            for place, stage in enumerate(STAGES)
+        }
+
+    def batch(self, stage: str, step: int) -> Batch:
+        order = self._orders[stage]
+        return self._padded([order[step * self._size + i] for i in range(self._size)])
+
+    def calibration(self) -> list[Batch]:
+        return [self.mixed()]
+
+    def mixed(self) -> Batch:
+        count = max(1, round(self._calibration_tokens / self._batch_tokens * self._size))
+        chosen = draws(self._seed, 0, 0).permutation(len(self._train))[:count]
+        return self._padded([self._train.example(int(i), 0) for i in chosen])
+
+    def held_out(self, length: int) -> list[Batch]:
+        chosen = draws(0, 0, 0).permutation(len(self._held_out))[: self._passages]  # they may be sorted by label
+        examples = [self._held_out.example(int(i), 0) for i in chosen]
+        return [self._padded(examples[i : i + self._size]) for i in range(0, len(examples), self._size)]
+
+    def labelled(self) -> Iterator[Batch]:
+        """All held-out examples with their labels, shortest first."""
+        order = sorted(range(len(self._held_out)), key=self._held_out.lengths.__getitem__)
+        for start in range(0, len(order), self._size):
+            yield pad_examples([self._held_out.example(i, 0) for i in order[start : start + self._size]], self._padding)
+
+    def fingerprint(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, part in (("training", self._train), ("held_out", self._held_out)):
+            ids = (part.example(i, 0)["input_ids"].numpy().tobytes() for i in range(len(part)))
+            found |= {f"{name}_examples": len(part), f"{name}_digest": digest(ids)[:16]}
+        return found
+
+    def _padded(self, examples: list[dict[str, Tensor]]) -> Batch:
+        batch = pad_examples(examples, self._padding)
+        del batch["labels"]
+        return batch
+
+
+def first_of(batch: Batch) -> Batch:
+    """The first sample of a batch without its padding."""
+    sample = {name: x[:1] for name, x in batch.items()}
+    if "attention_mask" not in sample:
+        return sample
+    return {name: x[:, : int(sample["attention_mask"].sum())] for name, x in sample.items()}
 
 
 class ImageSource:

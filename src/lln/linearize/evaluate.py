@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from lln.instruments import entropy, spectral_gap
 from lln.instruments.bias import bias
 from lln.instruments.inspect import most_tokens
-from lln.linearize.data import Batch, Source
-from lln.linearize.losses import attend
-from lln.linearize.teacher import Observation, converted_modules, make_teacher, observing
+from lln.linearize.data import Batch, ExampleSource, Source, first_of
+from lln.linearize.losses import attend, logits_loss
+from lln.linearize.teacher import Observation, converted_modules, is_classifier, make_teacher, observing
 from lln.mechanism import JoinedBranches, Mechanism
+from lln.tasks.metrics import measure
 from lln.terminal import Progress
 
 UNLIMITED = 1 << 30  # tokens of a tokenizer that does not say how many a model takes
@@ -24,10 +25,23 @@ Pairs = Sequence[tuple[str, str, float]]  # two sentences, and how alike they ar
 
 
 @torch.no_grad()
-def embeddings(model: PreTrainedModel, batches: list[Batch]) -> Tensor:
-    """The mean of the last hidden states of each passage, of length 1: (passages, width)."""
-    found = [model(**batch, output_hidden_states=True).hidden_states[-1].mean(dim=1) for batch in batches]
-    return normalize(torch.cat(found).float(), dim=-1)
+def outputs(model: PreTrainedModel, batches: list[Batch]) -> tuple[Tensor, Tensor | None]:
+    """The mean of the last hidden states of each passage, of length 1, (P, width), and a classifier's logits (P, C)."""
+    embeddings, logits = [], []
+    for batch in batches:
+        found = model(**batch, output_hidden_states=True)
+        embeddings.append(mean_embedding(found.hidden_states[-1].float(), batch.get("attention_mask")))
+        if is_classifier(model):
+            logits.append(found.logits.float())
+    return torch.cat(embeddings), torch.cat(logits) if logits else None
+
+
+def mean_embedding(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean of hidden states (B, N, width) over the tokens that are no padding, of length 1."""
+    if mask is None:
+        return normalize(hidden.mean(dim=1), dim=-1)
+    real = mask[..., None].to(hidden.dtype)
+    return normalize((hidden * real).sum(dim=1) / real.sum(dim=1), dim=-1)
 
 
 @torch.no_grad()
@@ -71,8 +85,7 @@ def pair_correlation(
                 texts = [pair[side] for pair in some]
                 given = tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
                 hidden = model(**given, output_hidden_states=True).hidden_states[-1]
-                real = given["attention_mask"][..., None].to(hidden.dtype)
-                found.append(normalize((hidden * real).sum(dim=1) / real.sum(dim=1), dim=-1))
+                found.append(mean_embedding(hidden, given["attention_mask"]))
             cosines.append((found[0] * found[1]).sum(dim=-1))
             bar.advance(len(some))
     return rank_correlation(torch.cat(cosines), torch.tensor([pair[2] for pair in pairs]))
@@ -92,7 +105,7 @@ class Kept:
 
     def _row(self, student: PreTrainedModel, length: int) -> dict[str, float]:
         batches = self.source.held_out(length)
-        ours: Any = language_loss if self.is_language_model else embeddings
+        ours: Any = language_loss if self.is_language_model else outputs
         if length not in self._wanted:
             self._wanted[length] = ours(self.teacher, batches)
         wanted, found = self._wanted[length], ours(student, batches)
@@ -105,10 +118,29 @@ class Kept:
                 "perplexity": _exp(found),
                 "perplexity_ratio": _exp(found - wanted),
             }
-        row["cosine"] = float((wanted * found).sum(dim=-1).mean())
-        if len(wanted) > 2:
-            row["rank_correlation"] = rank_correlation(similarities(wanted), similarities(found))
+        row["cosine"] = float((wanted[0] * found[0]).sum(dim=-1).mean())
+        if len(wanted[0]) > 2:
+            row["rank_correlation"] = rank_correlation(similarities(wanted[0]), similarities(found[0]))
+        if wanted[1] is not None:
+            row["divergence"] = float(logits_loss(found[1], wanted[1]))
         return row
+
+
+@torch.no_grad()
+def label_scores(model: PreTrainedModel, source: ExampleSource, what: str, *, quiet: bool = False) -> dict[str, float]:
+    """The metrics of a classifier on the labels of all held-out examples."""
+    logits, labels = [], []
+    with Progress(what, source.held_out_examples, quiet=quiet) as bar:
+        for batch in source.labelled():
+            labels.append(batch.pop("labels"))
+            logits.append(model(**batch).logits.float())
+            bar.advance(len(labels[-1]))
+    found, wanted = torch.cat(logits), torch.cat(labels)
+    if found.shape[1] == 1:
+        names = ["spearman", "pearson"]
+    else:
+        names = ["accuracy"] if found.shape[1] > 2 else ["accuracy", "f1", "matthews"]
+    return measure(names, found.numpy(), wanted.numpy())
 
 
 def _exp(x: float) -> float:
@@ -155,7 +187,7 @@ def head_table(teacher: PreTrainedModel, student: PreTrainedModel, batch: Batch)
     such a matrix say what was before alone.
     """
     with observing(teacher) as found:
-        teacher(**{name: x[:1] for name, x in batch.items()})
+        teacher(**first_of(batch))
     rows: list[dict[str, Any]] = []
     modules = {"before": converted_modules(teacher), "after": converted_modules(student)}
     for layer, (name, [seen]) in enumerate(found.items()):
@@ -190,4 +222,4 @@ def head_numbers(matrix: Tensor, is_causal: bool) -> dict[str, float]:
     }
 
 
-__all__ = ["Kept", "ablated", "ablation", "embeddings", "head_table", "language_loss", "make_teacher"]
+__all__ = ["Kept", "ablated", "ablation", "head_table", "label_scores", "language_loss", "make_teacher", "outputs"]

@@ -10,25 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset  # type: ignore[import-untyped]
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lln.hf import convert, from_pretrained
 from lln.hf.convert import PLAIN
-from lln.instruments.inspect import inspect_network, most_tokens
+from lln.instruments.inspect import inspect_network
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.cost import LENGTHS, layer_cost
-from lln.linearize.data import ImageSource, Source, TextSource, check_tokenizer
-from lln.linearize.evaluate import Kept, Pairs, ablation, head_table, pair_correlation
+from lln.linearize.data import ExampleSource, Source, first_of
+from lln.linearize.evaluate import Kept, Pairs, ablation, head_table, label_scores, pair_correlation
 from lln.linearize.fold import fold_projections
 from lln.linearize.report import write_report
+from lln.linearize.sources import make_source
 from lln.linearize.stages import DivergedError, Linearizer, train
 from lln.linearize.teacher import converted_modules, make_teacher
 from lln.provenance import read_json
 from lln.report.heads_page import write_heads_page
 from lln.results import Result
-from lln.tasks.data.folder import digest, hashed_share
+from lln.tasks.data.folder import digest
 from lln.tasks.display import Display
 from lln.tasks.run import PROVENANCE, SUMMARY, RunFolder, write_json
 from lln.tasks.saving import save_model
@@ -36,7 +38,6 @@ from lln.tasks.saving import save_model
 HEADS = "heads.html"
 LONGEST_SHOWN = 256  # tokens of the passage on the page of heads: a page of a longer one would be many megabytes
 LONGEST_MEASURED = 512  # tokens of the passage whose attention matrices are measured: they are quadratic in the length
-HELD_OUT = 0.05  # of the documents, chosen by a hash of their text
 WORK = "work"  # the folder inside `out` from which an interrupted run continues
 
 
@@ -51,9 +52,9 @@ class Linearized:
 def linearize(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    texts: Sequence[str] | Tensor,
+    texts: Sequence[str] | Tensor | Dataset,
     *,
-    held_out: Sequence[str] | Tensor | None = None,
+    held_out: Sequence[str] | Tensor | Dataset | None = None,
     pairs: Pairs | None = None,
     out: str | Path | None = None,
     config: LinearizeConfig | None = None,
@@ -65,8 +66,10 @@ def linearize(
     Args:
         model: a transformers encoder, decoder or ViT with softmax attention. It is left as it is.
         tokenizer: that of the model; for a ViT its image processor, or None. It is saved with the result.
-        texts: documents to learn from; for a ViT images as the processor makes them, (images, channels, height, width).
-        held_out: documents (or images) that are only measured on; left out, a part of `texts` chosen by hash.
+        texts: documents to learn from; for a ViT images as the processor makes them, (images, channels, height, width);
+            for a classifier of texts its examples, a `datasets.Dataset` with the columns text_a, text_b (None in all
+            rows if there is one text) and label. Nothing is learned from labels.
+        held_out: documents, images or examples that are only measured on; left out, a part of `texts` chosen by hash.
         pairs: labelled data of an encoder, (sentence, sentence, score): the report says how well the cosines of both
             models follow the scores. Nothing is learned from them.
         out: a folder for the model, its report (report.html, report.md, report.json) and, until it is finished, what
@@ -138,6 +141,12 @@ def linearize(
             adapters.merge_and_unload()
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(trainable[name])
+        if isinstance(source, ExampleSource):
+            report["labelled"] = {"examples": source.held_out_examples} | {
+                f"{name}_{metric}": value
+                for name, x in (("softmax", work.teacher), ("linear", student))
+                for metric, value in label_scores(x, source, f"labelled examples, {name}", quiet=quiet).items()
+            }
         report["folded"] = fold_projections(student)
         report |= {"origin": dict(origin or {}), "data": source.fingerprint(), "settings": config.settings()}
         report |= read_json(run.path / PROVENANCE, "begin anew in another folder")
@@ -191,66 +200,6 @@ def fingerprint(model: PreTrainedModel, pairs: Pairs | None) -> dict[str, Any]:
     tensors = model.state_dict().values()
     found = {"model_digest": digest(x.detach().cpu().contiguous().numpy().tobytes() for x in tensors)[:16]}
     return found | ({} if pairs is None else {"pairs_digest": digest(map(repr, pairs))[:16]})
-
-
-def make_source(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    texts: Sequence[str] | Tensor,
-    held_out: Sequence[str] | Tensor | None,
-    config: LinearizeConfig,
-    *,
-    quiet: bool = False,
-) -> Source:
-    """Batches of text or images for a model."""
-    if isinstance(texts, Tensor):
-        images, rest = (texts, torch.as_tensor(held_out)) if held_out is not None else split_images(texts)
-        size = max(1, config.batch_tokens // 64)
-        return ImageSource(images, rest[: config.eval_passages], batch=size, calibration=4 * size, seed=config.seed)
-    if isinstance(texts, str):
-        raise TypeError("texts must be a list of documents, got one string; put it into a list")
-    if tokenizer is None:
-        raise ValueError("text needs the tokenizer of the model")
-    check_tokenizer(model, tokenizer)
-    documents = [text for text in texts if text.strip()]
-    if not documents:
-        raise ValueError("there is no text to learn from: all documents are empty")
-    if held_out is None:
-        documents, held_out = split_documents(documents)
-    measured = set(held_out)
-    documents = [x for x in documents if x not in measured]
-    return TextSource(
-        documents,
-        list(held_out),
-        tokenizer,
-        length=most_tokens(model.config, config.length),
-        tokens=config.tokens,
-        batch_tokens=config.batch_tokens,
-        calibration_tokens=config.calibration_tokens,
-        passages=config.eval_passages,
-        seed=config.seed,
-        quiet=quiet,
-    )
-
-
-def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Documents to learn from and others to measure on, by a hash of their text; of a single one, its last tenth."""
-    ranked = sorted(set(documents), key=hashed_share)  # equal documents are on the same side
-    if len(ranked) == 1:
-        cut = max(1, len(ranked[0]) * 9 // 10)
-        return [ranked[0][:cut]], [ranked[0][cut:]]
-    chosen = set(ranked[: max(1, round(HELD_OUT * len(ranked)))])
-    return [x for x in documents if x not in chosen], [x for x in documents if x in chosen]
-
-
-def split_images(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Images to learn from and others to measure on, both in the order of a hash: files are often sorted by class."""
-    hashes = [digest([image.numpy().tobytes()]) for image in images]
-    ranked = sorted(set(hashes))  # equal images are on the same side
-    chosen = set(ranked[: max(1, round(HELD_OUT * len(ranked)))])
-    order = sorted(range(len(images)), key=hashes.__getitem__)
-    learned, measured = ([i for i in order if (hashes[i] in chosen) == side] for side in (False, True))
-    return images[learned], images[measured]
 
 
 def add_lora(student: PreTrainedModel, rank: int) -> Any:
@@ -314,7 +263,7 @@ def write_heads(
         The name of the file, or None if the attention of the linear model cannot be read.
     """
     length = min(source.lengths[-1], LONGEST_SHOWN)
-    inputs = {name: x[:1] for name, x in source.held_out(length)[0].items()}
+    inputs = first_of(source.held_out(length)[0])
     ids = inputs.get("input_ids")
     pieces = () if ids is None else [str(tokenizer.decode([token])) for token in ids[0].tolist()]
     try:
@@ -329,11 +278,22 @@ def write_heads(
 
 def linearized_result(report: Mapping[str, Any], run: str) -> Result:
     """What is kept of a report in a result file: what was kept after each stage, and with which branches."""
-    about = ("kept", "ablation", "heads", "cost", "pairs", "heads_page", "settings", "data", "origin", "folded")
+    about = (
+        "kept",
+        "ablation",
+        "heads",
+        "cost",
+        "pairs",
+        "labelled",
+        "heads_page",
+        "settings",
+        "data",
+        "origin",
+        "folded",
+    )
     rows = [{"stage": stage} | row for stage, kept in report["kept"].items() for row in kept]
     rows += [{"stage": "ablation"} | row for row in report["ablation"]]
-    if "pairs" in report:
-        rows.append({"stage": "pairs"} | report["pairs"])
+    rows += [{"stage": name} | report[name] for name in ("pairs", "labelled") if name in report]
     origin = {name: x for name, x in report.items() if name not in about}
     # Where folders are on a machine tells others nothing.
     words = (Path(word).name if Path(word).is_absolute() else word for word in report["command"].split())
@@ -349,4 +309,5 @@ def describe(row: Mapping[str, float]) -> str:
             f"softmax's, at {row['length']} tokens"
         )
     rank = f", rank correlation {row['rank_correlation']:.4f}" if "rank_correlation" in row else ""
-    return f"cosine {row['cosine']:.4f}{rank}, at {row['length'] or 'all'} tokens"
+    kept = f", divergence of predictions {row['divergence']:.4g}" if "divergence" in row else ""
+    return f"cosine {row['cosine']:.4f}{rank}{kept}, at {row['length'] or 'all'} tokens"

@@ -15,17 +15,24 @@ from lln.mechanism import Mechanism
 def weights_loss(features: tuple[Tensor, Tensor], seen: Observation, rows: Tensor) -> Tensor:
     """The Kullback-Leibler divergence (H,) of weights P_ij ~ sum_l exp(a_il + b_jl) from those of softmax attention.
 
-    Only the queries `rows` are compared, so that memory is O(R N).
+    Only the queries `rows` are compared, so that memory is O(R N), and of those the ones that are no padding.
     """
     key = repeat_heads(seen.key, seen.query.shape[1] // seen.key.shape[1])
     scores = seen.query[:, :, rows] @ key.mT * seen.query.shape[3] ** -0.5
     logs = log_products(features[0][:, :, rows], features[1])
+    hidden = torch.zeros(1, 1, 1, key.shape[2], dtype=torch.bool, device=rows.device)
     if seen.is_causal:
         hidden = torch.arange(key.shape[2], device=rows.device) > rows[:, None]
-        scores, logs = (x.masked_fill(hidden, torch.finfo(x.dtype).min) for x in (scores, logs))
+    if seen.keep is not None:
+        hidden = hidden | ~seen.keep[:, None, None]
+    scores, logs = (x.masked_fill(hidden, torch.finfo(x.dtype).min) for x in (scores, logs))
     target, found = scores.log_softmax(dim=-1), logs.log_softmax(dim=-1)
-    divergence: Tensor = (target.exp() * (target - found)).sum(dim=-1).mean(dim=(0, 2))
-    return divergence
+    divergence = (target.exp() * (target - found)).sum(dim=-1)  # (B, H, R)
+    if seen.keep is None:
+        return divergence.mean(dim=(0, 2))
+    keep = seen.keep[:, None, rows]
+    mean: Tensor = divergence.where(keep, 0.0).sum(dim=(0, 2)) / keep.sum().clamp(min=1)
+    return mean
 
 
 def log_products(a: Tensor, b: Tensor) -> Tensor:
@@ -39,21 +46,31 @@ def log_products(a: Tensor, b: Tensor) -> Tensor:
 
 def output_loss(mechanism: Mechanism, seen: Observation) -> Tensor:
     """The squared difference of the outputs of a mechanism and of softmax attention, 1 for outputs of zero."""
-    output = attend(mechanism, seen)
-    return mse_loss(output, seen.output) / seen.output.square().mean()
+    found, wanted = attend(mechanism, seen), seen.output
+    if seen.keep is not None:
+        found, wanted = (x.transpose(1, 2)[seen.keep] for x in (found, wanted))
+    return mse_loss(found, wanted) / wanted.square().mean()
 
 
-def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Tensor:
-    """The mean over the layers of the squared difference of hidden states, in units of the teacher's variance."""
-    losses = [
-        mse_loss(found.to(wanted.dtype), wanted) / wanted.var()
-        for found, wanted in zip(student[1:], teacher[1:], strict=True)  # the first are the embeddings
-    ]
+def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], keep: Tensor | None = None) -> Tensor:
+    """The mean over the layers of the squared difference of hidden states, in units of the teacher's variance.
+
+    Only tokens are compared that `keep` (B, N) names.
+    """
+    losses = []
+    for found, wanted in zip(student[1:], teacher[1:], strict=True):  # the first are the embeddings
+        x, y = (found, wanted) if keep is None else (found[keep], wanted[keep])
+        losses.append(mse_loss(x.to(y.dtype), y) / y.var())
     return torch.stack(losses).mean()
 
 
 def logits_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """The Kullback-Leibler divergence of the student's predictions from the teacher's, the mean over tokens."""
+    """The Kullback-Leibler divergence of the student's predictions from the teacher's, their mean.
+
+    Of models that predict one number, the squared difference.
+    """
+    if teacher.shape[-1] == 1:
+        return mse_loss(student.to(teacher.dtype), teacher)
     wanted, found = (x.flatten(0, -2).to(teacher.dtype).log_softmax(dim=-1) for x in (teacher, student))
     return (wanted.exp() * (wanted - found)).sum(dim=-1).mean()
 

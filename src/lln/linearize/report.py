@@ -16,6 +16,7 @@ TITLES = {
     "passages": "passages",
     "cosine": "cosine",
     "rank_correlation": "rank correlation",
+    "divergence": "divergence of predictions",
     "softmax_loss": "loss, softmax",
     "loss": "loss, linear",
     "softmax_perplexity": "perplexity, softmax",
@@ -79,6 +80,18 @@ def sections(report: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]
                 "Labelled pairs of sentences",
                 "Spearman's correlation of scores with cosines of mean embeddings; nothing was learned from them.",
                 [report["pairs"]],
+            )
+        )
+    if "labelled" in report:
+        found.append(
+            (
+                "Labelled examples",
+                "Metrics of the predictions of both models on held-out examples; nothing was learned from labels.",
+                [
+                    {"model": name}
+                    | {x.removeprefix(f"{name}_"): y for x, y in report["labelled"].items() if name in x}
+                    for name in ("softmax", "linear")
+                ],
             )
         )
     if "cost" in report:
@@ -157,7 +170,7 @@ def _origin(report: dict[str, Any]) -> dict[str, Any]:
     return {
         name: x
         for name, x in report.items()
-        if name not in ("kept", "ablation", "heads", "cost", "pairs", "heads_page")
+        if name not in ("kept", "ablation", "heads", "cost", "pairs", "labelled", "heads_page")
     }
 
 

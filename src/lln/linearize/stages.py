@@ -5,7 +5,8 @@
 - align: the far branch of every layer learns softmax attention's weights, on what the teacher's layer sees; shares are
   fitted anew;
 - join: the shares of the two branches are learned, on the teacher's attention outputs;
-- distil: the whole model learns to give what the teacher gives.
+- distil: the whole model learns to give what the teacher gives: predictions of language models, hidden states of
+  encoders, both of classifiers.
 
 Branches that are joined by a gate give softmax attention's own output where nothing is far. Output projections that are
 fitted to all lengths would change it, so training begins from the teacher's; other mechanisms have theirs fitted anew
@@ -32,7 +33,7 @@ from lln.linearize.config import LinearizeConfig
 from lln.linearize.data import STAGES, Batch, Source
 from lln.linearize.losses import hidden_loss, logits_loss, output_loss, weights_loss
 from lln.linearize.outputs import fit_outputs, fit_shares, output_layers, restore_outputs
-from lln.linearize.teacher import Observation, converted_modules, observing
+from lln.linearize.teacher import Observation, converted_modules, is_classifier, observing
 from lln.mechanism import JoinedBranches, Mechanism
 from lln.nn import LLNAttention
 from lln.tasks.data.order import draws
@@ -76,6 +77,7 @@ class Linearizer:
         self.is_language_model = getattr(student, "lm_head", None) is not None and any(
             module.sees_only_the_past for module in modules.values()
         )
+        self.is_classifier = is_classifier(teacher)
 
     def calibrate(self, on_layer: Callable[[], None] = lambda: None) -> None:
         """Set centres, projections and spreads of every head that learns them; of a few spreads the best is taken."""
@@ -178,7 +180,9 @@ class Linearizer:
             found = self.student(**batch, **options)
         if self.is_language_model:
             return logits_loss(found.logits, wanted.logits)
-        return hidden_loss(found.hidden_states, wanted.hidden_states)
+        mask = batch.get("attention_mask")
+        loss = hidden_loss(found.hidden_states, wanted.hidden_states, None if mask is None else mask.bool())
+        return loss + logits_loss(found.logits, wanted.logits) if self.is_classifier else loss
 
     def _autocast(self, batch: Batch) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
@@ -191,15 +195,18 @@ def calibrate_heads(mechanism: LLNAttention, seen: Observation, rows: Tensor) ->
     assert mechanism.features is not None
     best = torch.full((mechanism.num_heads,), math.inf)
     chosen = torch.ones(mechanism.num_heads)
+    query, key = seen.query, seen.key
+    if seen.keep is not None:  # the kept tokens of all samples, one after the other
+        query, key = (x.transpose(1, 2)[seen.keep].transpose(0, 1)[None] for x in (query, key))
     for spread in SPREADS:
-        mechanism.features.calibrate(seen.query, seen.key, matching=mechanism.matching, spread=spread)
+        mechanism.features.calibrate(query, key, matching=mechanism.matching, spread=spread)
         with torch.no_grad():
             features = mechanism.log_features(seen.query, seen.key)
             assert features is not None
             loss = weights_loss(features, seen, rows)
         chosen = torch.where(loss < best, spread, chosen)
         best = torch.minimum(loss, best)
-    mechanism.features.calibrate(seen.query, seen.key, matching=mechanism.matching, spread=chosen)
+    mechanism.features.calibrate(query, key, matching=mechanism.matching, spread=chosen)
 
 
 def share_parameters(mechanism: Mechanism) -> list[nn.Parameter]:
@@ -257,7 +264,7 @@ def _train_stage(
     for parameter in parameters:
         parameter.requires_grad_(True)
     groups = [{"params": group, "lr": rate} for rate, group in stage.groups]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     if checkpoint is not None:
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
     display = Display(stage.name, first + stage.steps, done, quiet=quiet)

@@ -57,6 +57,11 @@ def converted_modules(model: PreTrainedModel) -> dict[str, Any]:
     return {name: module for name, module in attention_modules(model).items() if hasattr(module, "mechanism")}
 
 
+def is_classifier(model: PreTrainedModel) -> bool:
+    """Whether a model predicts a class or a score of a whole input."""
+    return type(model).__name__.endswith(("ForSequenceClassification", "ForImageClassification"))
+
+
 @contextmanager
 def observing(teacher: PreTrainedModel) -> Iterator[dict[str, list[Observation]]]:
     """While it lasts, what the attentions of a teacher see is appended to the lists of this dict."""

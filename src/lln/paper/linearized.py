@@ -14,7 +14,7 @@ def make(results: Path, file: str = "linearized") -> Table:
     found = read_results(results / f"{file}.jsonl", made_by=MADE_BY)
     rows = []
     for name, result in found.items():
-        kept = [row for row in result.rows if row["stage"] != "pairs"]
+        kept = [row for row in result.rows if row["stage"] not in ("pairs", "labelled")]
         pairs = [row for row in result.rows if row["stage"] == "pairs"]
         longest = max(row["length"] for row in kept)
         last = [row["stage"] for row in kept if row["stage"] in STAGES][-1]

@@ -93,8 +93,8 @@ def train(config: GlueConfig, *, out: Path | None = None, data_dir: Path | None 
         with processes().main_process_first():
             rows = read_glue(config.task, "train", data)
             validation = read_glue(config.task, "validation", data)
-        rows = _drawn(rows, config.train_examples, config.seed)
-        validation = _drawn(validation, config.eval_examples, 0)  # sorted by label in some tasks
+        rows = drawn(rows, config.train_examples, config.seed)
+        validation = drawn(validation, config.eval_examples, 0)  # sorted by label in some tasks
         tune = partial(_fit, start=start, tokenizer=start.tokenizer(), quiet=quiet)
         notes: dict[str, Any] = {"train_examples": len(rows), "eval_examples": len(validation)}
         if len(config.rates) > 1:
@@ -138,9 +138,7 @@ def split_rows(rows: Any) -> tuple[Any, Any]:
     texts = [f"{a}\0{b}" for a, b in zip(rows["text_a"], rows["text_b"], strict=True)]
     ranked = sorted(set(texts), key=hashed_share)
     if len(ranked) < 2:
-        raise ValueError(
-            f"{len(ranked)} training example is too few to hold some out; give --learning-rate, not --rate"
-        )
+        raise ValueError(f"{len(ranked)} training example is too few to hold some out; give more examples")
     chosen = set(ranked[: max(1, round(HELD_OUT * len(ranked)))])
     sides = ([i for i, text in enumerate(texts) if (text in chosen) == side] for side in (False, True))
     kept, held_out = map(rows.select, sides)
@@ -184,7 +182,8 @@ def _fit(
     )
 
 
-def _drawn(rows: Any, count: int | None, seed: int) -> Any:
+def drawn(rows: Any, count: int | None, seed: int) -> Any:
+    """So many of the rows, chosen by the seed; all if there are no more, or if `count` is None."""
     if count is None or count >= len(rows):
         return rows
     return rows.select(draws(seed, 0, 0).permutation(len(rows))[:count])
