@@ -11,8 +11,8 @@ from lln.linearize.config import LEAST_FEATURES
 from lln.linearize.data import TextSource, lengths_up_to, special_tokens
 from lln.linearize.evaluate import Kept, ablated
 from lln.linearize.linear import linearized_result
-from lln.linearize.sources import split_documents
 from lln.linearize.losses import attend
+from lln.linearize.sources import split_documents
 from lln.linearize.teacher import converted_modules, make_teacher, observing
 from lln.paper import linearized
 from lln.results import add_result, read_results
