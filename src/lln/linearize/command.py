@@ -38,8 +38,10 @@ def run(
     """Load a model, read text or images, make the model linear and write it to `out`."""
     network = load_model(model)
     check_model(network)
-    if task is None and (hold_out or config.examples is not None):
-        raise ValueError("--hold-out and --examples are of the examples of a --task; name it, or leave them out")
+    if task is None and (hold_out or config.examples is not None or config.eval_examples is not None):
+        raise ValueError(
+            "--hold-out, --examples and --eval-examples are of the examples of a --task; name it, or leave them out"
+        )
     is_vision = getattr(network, "main_input_name", "") == "pixel_values"
     if is_vision:
         if pairs is not None or task is not None:

@@ -40,6 +40,9 @@ class LinearizeConfig(Settings):
     examples: int | None = setting(
         None, "With --task: learn from so many training examples, drawn by the seed; left out, from all."
     )
+    eval_examples: int | None = setting(
+        None, "With --task: measure on so many examples, the same for every seed; left out, on all."
+    )
     batch_tokens: int = setting(2048, "Tokens in a step.")
     calibration_tokens: int = setting(8192, "Tokens from which centres and spreads are measured.")
     align_steps: int = setting(300, "Steps in which the far branch alone learns softmax attention's weights.")
@@ -64,8 +67,7 @@ class LinearizeConfig(Settings):
         self._at_least(1, "length", "tokens", "batch_tokens", "calibration_tokens", "rows", "eval_passages")
         self._at_least(0, "align_steps", "join_steps", "distil_steps", "lora_rank", "cost_tokens", "seed")
         self._at_least(8, "length")
-        if self.examples is not None:
-            self._at_least(2, "examples")
+        self._at_least(2, *(name for name in ("examples", "eval_examples") if getattr(self, name) is not None))
         self._above_0("align_rate", "join_rate", "distil_rate", "distil_feature_rate")
         self._one_of("precision", "fp32", "bf16")
         if self.steps not in (None, 0):

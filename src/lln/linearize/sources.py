@@ -88,7 +88,7 @@ def example_source(
     )
     return ExampleSource(
         tokenised(drawn(rows, config.examples, config.seed)),
-        tokenised(held_out),
+        tokenised(drawn(held_out, config.eval_examples, 0)),
         int(tokenizer.pad_token_id),
         batch_tokens=config.batch_tokens,
         calibration_tokens=config.calibration_tokens,

@@ -22,7 +22,7 @@ MODELS = {"minilm": "all-MiniLM-L6-v2", "stories15m": "stories15M", "smollm2": "
 STATES = {"calibrate": "calibrated, not trained", "distil": "trained"}
 COLUMNS = ["", "softmax", "LLN", "LLN+Diag", "more"]
 # Rows of table 1 that stand for the columns: those of our forms where there are any, else the paper's.
-GLUE = {"lln": ("lln_ours", "lln"), "lln_diag": ("lln_diag_wide", "lln_diag")}
+GLUE = {"lln": ("lln_ours", "lln"), "lln_diag": ("lln_diag_ours", "lln_diag")}
 
 
 def make(results: Path, file: str = "headline") -> Table:

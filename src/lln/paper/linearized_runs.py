@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lln.paper.jobs import Request
-from lln.paper.table1_runs import REMAKE, Method
+from lln.paper.table1_methods import REMAKE, Method
 from lln.provenance import read_json
 from lln.results import add_result, check_writable
 from lln.tasks.data.folder import data_dir as find_data
