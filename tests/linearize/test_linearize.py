@@ -77,7 +77,7 @@ def test_a_decoder_learns_to_predict_as_before(make, tokenizer, texts, quick):
     assert [row["branches"] for row in report["ablation"]] == ["both", "far", "near", "none"]
 
 
-def test_bfloat16_changes_how_the_student_is_distilled_and_nothing_before_it(make, tokenizer, texts, quick):
+def test_bfloat16_changes_training_and_nothing_before_it(make, tokenizer, texts, quick):
     kept = [
         run(make("bert"), tokenizer, texts, quick(distil_steps=5, precision=precision)).report["kept"]
         for precision in ("fp32", "bf16")

@@ -145,9 +145,10 @@ class Linearizer:
         groups = ((self.config.distil_rate, rest), (self.config.distil_feature_rate, mechanisms))
         return [(rate, group) for rate, group in groups if group]
 
-    def _observed(self, batches: list[Batch]) -> dict[str, Observation]:
-        """What the teacher's attentions see in some batches of the same shape."""
-        with observing(self.teacher) as found, torch.no_grad():
+    def _observed(self, batches: list[Batch], *, precisely: bool = True) -> dict[str, Observation]:
+        """What the teacher's attentions see in some batches of the same shape; in float32, or as the teacher trains."""
+        autocast = nullcontext() if precisely else self._autocast(batches[0])
+        with observing(self.teacher) as found, torch.no_grad(), autocast:
             for batch in batches:
                 self.teacher(**batch)
         return {name: _joined(seen) for name, seen in found.items()}
@@ -159,7 +160,7 @@ class Linearizer:
 
     def _align(self, batch: Batch, step: int) -> Tensor:
         losses = []
-        for name, seen in self._observed([batch]).items():
+        for name, seen in self._observed([batch], precisely=False).items():
             mechanism = self.mechanisms[name]
             features = mechanism.log_features(seen.query, seen.key)
             if features is None:
@@ -169,12 +170,12 @@ class Linearizer:
         return torch.stack(losses).sum()
 
     def _join(self, batch: Batch, step: int) -> Tensor:
-        observed = self._observed([batch])
+        observed = self._observed([batch], precisely=False)
         return torch.stack([output_loss(self.mechanisms[name], seen) for name, seen in observed.items()]).sum()
 
     def _distil(self, batch: Batch, step: int) -> Tensor:
         options: dict[str, Any] = {} if self.is_language_model else {"output_hidden_states": True}
-        with torch.no_grad():
+        with torch.no_grad(), self._autocast(batch):
             wanted = self.teacher(**batch, **options)
         with self._autocast(batch):
             found = self.student(**batch, **options)
@@ -328,8 +329,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def _joined(seen: list[Observation]) -> Observation:
-    if len(seen) == 1:
-        return seen[0]
-    tensors = (torch.cat([getattr(x, name) for x in seen]) for name in ("query", "key", "value", "output"))
-    query, key, value, output = tensors
-    return Observation(query, key, value, None, seen[0].is_causal, output)
+    names = ("query", "key", "value", "output")
+    tensors = {name: torch.cat([getattr(x, name) for x in seen]).float() for name in names}
+    # Batches of text, which are joined, have no padding.
+    return seen[0]._replace(**tensors)
