@@ -60,7 +60,8 @@ def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], keep: 
     losses = []
     for found, wanted in zip(student[1:], teacher[1:], strict=True):  # the first are the embeddings
         x, y = (found, wanted) if keep is None else (found[keep], wanted[keep])
-        losses.append(mse_loss(x.to(y.dtype), y) / y.var())
+        x, y = x.float(), y.float()
+        losses.append(mse_loss(x, y) / y.var())
     return torch.stack(losses).mean()
 
 
@@ -69,9 +70,10 @@ def logits_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
     Of models that predict one number, the squared difference.
     """
+    student, teacher = student.float(), teacher.float()
     if teacher.shape[-1] == 1:
-        return mse_loss(student.to(teacher.dtype), teacher)
-    wanted, found = (x.flatten(0, -2).to(teacher.dtype).log_softmax(dim=-1) for x in (teacher, student))
+        return mse_loss(student, teacher)
+    wanted, found = (x.flatten(0, -2).log_softmax(dim=-1) for x in (teacher, student))
     return (wanted.exp() * (wanted - found)).sum(dim=-1).mean()
 
 

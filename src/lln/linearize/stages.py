@@ -329,7 +329,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def _joined(seen: list[Observation]) -> Observation:
+    """Batches of text, which are joined, have no padding."""
     names = ("query", "key", "value", "output")
-    tensors = {name: torch.cat([getattr(x, name) for x in seen]).float() for name in names}
-    # Batches of text, which are joined, have no padding.
-    return seen[0]._replace(**tensors)
+    query, key, value, output = (torch.cat([getattr(x, name) for x in seen]).float() for name in names)
+    return Observation(query, key, value, seen[0].keep, seen[0].is_causal, output)
