@@ -171,7 +171,7 @@ def test_the_better_of_two_rates_is_chosen_on_held_out_training_examples(child, 
     assert names(child) == [
         "softmax-rte-seed0",
         "softmax-qnli-seed0",
-        "rate-elu-0.0001",
+        "rate-elu-3e-05",
         "rate-elu-0.0003",
         "elu-rte-seed0",
     ]
@@ -179,7 +179,8 @@ def test_the_better_of_two_rates_is_chosen_on_held_out_training_examples(child, 
     assert all("--hold-out" in command for command in trials)
     assert "--hold-out" not in final
     assert final[final.index("--distil-rate") + 1] == "0.0003"
-    assert lines(places)[-1]["trials"] == {"0.0001": 0.2, "0.0003": 0.1}
+    assert final[final.index("--distil-feature-rate") + 1] == "0.003"
+    assert lines(places)[-1]["trials"] == {"3e-05": 0.2, "0.0003": 0.1}
     assert lines(places)[-1]["learning_rate"] == 3e-4
 
 

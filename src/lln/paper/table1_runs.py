@@ -30,6 +30,7 @@ from lln.paper.table1_methods import (
     cells,
     fine_tuning_cost,
     linearizing_cost,
+    rate_flags,
     seconds_of_a_token,
 )
 from lln.provenance import read_json
@@ -195,7 +196,7 @@ class Place:
         command = [*self._linearize(trial.cell), "--hold-out", "--eval-passages", str(TRIAL_EXAMPLES)]
         return self._planned(
             trial.name,
-            [*command, "--distil-rate", repr(trial.rate)],
+            [*command, *rate_flags(trial.rate)],
             self.runs / trial.name / "work" / SUMMARY,
             lambda: f"divergence {self._divergence(trial):.4g}",
             is_ready=lambda: self._is_finished(self.runs / trial.cell.softmax.name),
@@ -208,7 +209,7 @@ class Place:
         def command() -> list[str]:
             chosen = self._chosen(cell.method)
             assert chosen is not None
-            return [*self._linearize(cell), "--eval-passages", "40", "--distil-rate", repr(chosen[0])]
+            return [*self._linearize(cell), "--eval-passages", "40", *rate_flags(chosen[0])]
 
         def record() -> str:
             text = self.record(cell)
