@@ -36,7 +36,7 @@ def test_a_million_tokens_are_measured_with_and_without_blocks():
     assert [is_measured(row, *x) for x in todo] == [False, False, False, True]
 
 
-def rows_of(a, b, c, d, *, slowed=1.0):
+def rows_of(a, b, c, d, e, *, slowed=1.0):
     """What a machine with two processors would measure, one of the times `slowed`."""
     rows = []
     for size in (1, 2, 4):
@@ -47,6 +47,7 @@ def rows_of(a, b, c, d, *, slowed=1.0):
                 cpu = a * tokens / (size if size > 1 else 3) + b * EXCHANGES * (size - 1)  # one process has other code
                 seconds = cpu * max(1, size / 2) + c * EXCHANGES * (delay if size > 1 else 0.0) / 1e3
                 seconds += wire * 8 / (megabits * 1e6) if megabits else 0.0
+                seconds += e * EXCHANGES * max(1, size / 2) if size > 1 else 0.0
                 place = {"network": str(megabits), "processes": size, "tokens": tokens, "heads": 4}
                 place |= {"megabits": megabits, "delay": delay, "messages": 0, "peak_bytes": 0}
                 rows.append(place | {"seconds": seconds, "cpu_seconds": cpu, "sent_bytes": sent, "wire_bytes": wire})
@@ -55,9 +56,9 @@ def rows_of(a, b, c, d, *, slowed=1.0):
 
 
 def test_the_fit_finds_what_made_the_times():
-    a, b, c, d = 2e-6, 3e-5, 2.5, 1.05
-    found = fit(rows_of(a, b, c, d), processors=2)
-    assert list(found.values()) == pytest.approx([a, b, c, d, 0.0, 1e-6], rel=1e-6, abs=1e-9)
+    a, b, c, d, e = 2e-6, 3e-5, 2.5, 1.05, 4e-4
+    found = fit(rows_of(a, b, c, d, e), processors=2)
+    assert list(found.values()) == pytest.approx([a, b, c, d, e, 0.0, 1e-6], rel=1e-6, abs=1e-9)
     predicted = list(predict(found, heads=16, width=64))
     for row in predicted:
         assert row["processes"] in PREDICTED_PROCESSES
@@ -76,7 +77,7 @@ def test_the_fit_finds_what_made_the_times():
 def test_times_are_not_predicted_from_a_bad_fit():
     origin, settings = {"machine": {"cores": 2}}, {"heads": 4, "head_dim": 64}
     good, bad = (
-        Result("distributed", origin, settings, tables={"rows": rows_of(2e-6, 3e-5, 2.5, 1.05, slowed=x)})
+        Result("distributed", origin, settings, tables={"rows": rows_of(2e-6, 3e-5, 2.5, 1.05, 4e-4, slowed=x)})
         for x in (1.1, 2.0)
     )
     assert any("s in all" in column for column in distributed_tables(good)[1].columns)

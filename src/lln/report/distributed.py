@@ -1,12 +1,12 @@
 """What `lln bench distributed` has measured, and what a model fitted to it predicts for more processes and longer
 sequences, beside ring attention and Ulysses.
 
-The model: seconds = a N / P + b E (P - 1) + c E delay + d bytes / bandwidth, with E exchanges of a layer. a and b are
-fitted to the time on a processor of each of several processes (one alone runs other code): other programs disturb it
-less than they do the clock. c, at least 1, is fitted to what is left of the clock in networks with a delay, once the
-processes of one machine have waited for its processors. d is not fitted, because the few bytes that LLN sends do not
-show in its time: it is what goes over the wire for each byte. The same a, b, c, d are taken for the other two, with
-their own messages and bytes and the quadratic time of softmax attention:
+The model: seconds = a N / P + b E (P - 1) + (c delay + e) E + d bytes / bandwidth, with E exchanges of a layer. a and b
+are fitted to the time on a processor of each of several processes (one alone runs other code): other programs disturb it
+less than they do the clock. c, at least 1, and e, the time until a process that waits is run again, are fitted to what is
+left of the clock once the processes of one machine have waited for its processors. d is not fitted, because the few
+bytes that LLN sends do not show in its time: it is what goes over the wire for each byte. The same coefficients are
+taken for the other two, with their own messages and bytes and the quadratic time of softmax attention:
 
 - ring attention: keys and values pass all processes, and in the backward pass they and their gradients;
 - Ulysses: all-to-all from tokens to heads and back, for q, k, v and the output, and for their gradients. It needs at
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lln.report.table import Table
 from lln.results import Result, Row
@@ -124,32 +125,40 @@ def fit(rows: Sequence[Row], *, processors: int) -> dict[str, float]:
         rows: measurements of several processes, with networks among them, and of softmax attention.
         processors: of the machine that all processes shared.
     """
-    from scipy.optimize import nnls  # type: ignore[import-untyped]
-
     measured = [row for row in rows if "seconds" in row and row["processes"] > 1]
     work = torch.tensor([_work(row) for row in measured], dtype=torch.float64)
     cpu, seconds = (torch.tensor([row[x] for row in measured], dtype=torch.float64) for x in ("cpu_seconds", "seconds"))
-    weighted = work / cpu[:, None]
-    unit = weighted.amax(dim=0).clamp(min=1e-300)
-    found = torch.from_numpy(nnls((weighted / unit).numpy(), torch.ones(len(cpu)).double().numpy())[0]) / unit
+    found = _least_squares(work / cpu[:, None], torch.ones_like(cpu))
     factor = max(row["wire_bytes"] / row["sent_bytes"] for row in measured if row["wire_bytes"])
     crowd = torch.tensor([max(1.0, row["processes"] / processors) for row in measured], dtype=torch.float64)
     transfer = [8 * row["sent_bytes"] / (1e6 * row["megabits"]) if row["megabits"] else 0.0 for row in measured]
     delay = [EXCHANGES * row["delay"] / 1e3 for row in measured]
     moved, delayed = (torch.tensor(x, dtype=torch.float64) for x in (transfer, delay))
     rest = (seconds - crowd * (work @ found) - factor * moved) / seconds
-    share = delayed / seconds
-    delays = max(1.0, float(share @ rest / (share @ share).clamp(min=1e-300)))
-    error = float((delays * share - rest).abs().max())  # of seconds
+    waits = torch.stack((delayed, EXCHANGES * crowd), dim=1) / seconds[:, None]
+    delays, wake = _least_squares(waits, rest)
+    if delays < 1:
+        delays = delays.new_tensor(1.0)
+        wake = _least_squares(waits[:, 1:], rest - waits[:, 0])[0]
+    error = float((waits @ torch.stack((delays, wake)) - rest).abs().max())
     softmax = [row["softmax_seconds"] / row["tokens"] ** 2 for row in rows if "softmax_seconds" in row]
     return {
         "seconds_per_token": float(found[0]),
         "seconds_per_message": float(found[1]),
-        "delays_per_exchange": delays,
+        "delays_per_exchange": float(delays),
         "bandwidth_factor": factor,
+        "seconds_per_exchange": float(wake),
         "error": error,
         "softmax_per_pair": softmax[0],
     }
+
+
+def _least_squares(columns: Tensor, wanted: Tensor) -> Tensor:
+    """Coefficients of at least 0; columns may differ by many orders of magnitude."""
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+    unit = columns.amax(dim=0).clamp(min=1e-300)
+    return torch.from_numpy(nnls((columns / unit).numpy(), wanted.numpy())[0]) / unit
 
 
 def _work(row: Row) -> list[float]:
@@ -159,14 +168,14 @@ def _work(row: Row) -> list[float]:
 
 def predict(fitted: dict[str, float], *, heads: int, width: int) -> Iterator[Row]:
     """Seconds and bytes of a layer, forward and backward, for the three attentions."""
-    a, b, c, d = list(fitted.values())[:4]
+    a, b, c, d, e = list(fitted.values())[:5]
     for network, (megabits, delay) in PREDICTED_NETWORKS.items():
         for tokens in PREDICTED_TOKENS:
             for size in PREDICTED_PROCESSES:
                 row: dict[str, Any] = {"network": network, "tokens": tokens, "processes": size}
                 for name, (exchanges, messages, numbers) in traffic(tokens, size, heads, width).items():
                     local = a * tokens / size if name == "lln" else fitted["softmax_per_pair"] * tokens**2 / size
-                    wire = b * messages + c * exchanges * delay / 1e3
+                    wire = b * messages + (c * delay / 1e3 + e) * exchanges
                     wire += d * numbers * 32 / (megabits * 1e6)
                     row |= {f"{name}_bytes": 4 * numbers, f"{name}_wire_seconds": wire, f"{name}_seconds": local + wire}
                 if size > heads:
