@@ -2,10 +2,10 @@
 sequences, beside ring attention and Ulysses.
 
 The model: seconds = a N / P + b E (P - 1) + (c delay + e) E + d bytes / bandwidth, with E exchanges of a layer. a and b
-are fitted to the time on a processor of each of several processes (one alone runs other code): other programs disturb it
-less than they do the clock. c, at least 1, and e, the time until a process that waits is run again, are fitted to what is
-left of the clock once the processes of one machine have waited for its processors. d is not fitted, because the few
-bytes that LLN sends do not show in its time: it is what goes over the wire for each byte. The same coefficients are
+are fitted to the time on a processor of each of several processes (one alone runs other code): other programs disturb
+it less than they do the clock. c, at least 1, and e, the time until a process that waits is run again, are fitted to
+what is left of the clock once the processes of one machine have waited for its processors. d is not fitted, because the
+few bytes that LLN sends do not show in its time: it is what goes over the wire for each byte. The same coefficients are
 taken for the other two, with their own messages and bytes and the quadratic time of softmax attention:
 
 - ring attention: keys and values pass all processes, and in the backward pass they and their gradients;
