@@ -6,6 +6,8 @@ group how many it has begun. When one fails or runs into the time-out of the gro
 not begun it.
 """
 
+import atexit
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh
 SIZES = 4  # in the header of a call, the same number for all calls: gloo ends a process that receives too much
+EXIT_GRACE = 0.1  # seconds before the interpreter ends
 GRACE = 2.0  # seconds in which others report that an exchange failed for them too
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Let gloo's threads release the tensors of the last exchanges before the interpreter ends.
+
+    They need the interpreter lock for that, and a thread that asks for it during finalization aborts the process:
+    without the wait one in ten processes that end right after an exchange has the exit code 134.
+    """
+    atexit.register(time.sleep, EXIT_GRACE)
 
 
 class MissingRankError(RuntimeError):
@@ -127,6 +140,7 @@ class Ranks:
         for traffic in _recording:
             traffic.sent_bytes += sum(others) * row
             traffic.messages += len(others)
+        _wait_at_exit()
         self.begun += 1
         number, began = self.begun, time.monotonic()
         try:
