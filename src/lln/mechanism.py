@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from lln.checks import check_choice
 from lln.functional import block_diagonal_attention
-from lln.neighbors import Past, log_far_mass, near_with_mass_ratio, next_log_far_mass
+from lln.masks import read_padding
+from lln.neighbors import Past, log_far_mass, near_with_mass_ratio, next_log_far_mass, without_neighbors
 from lln.problem import Near, TokenOptions
 from lln.state import LLNState
 
-Combine = Literal["average", "ratio", "gate", "mass", "scale"]
+Combine = Literal["average", "ratio", "gate", "replace", "mass", "scale"]
 Branches = Literal["both", "far", "near"]
 
 
@@ -107,6 +108,10 @@ class JoinedBranches(nn.Module):
       from g = 0. Near is the sum of softmax attention's weights before they are normalised over the neighbours, far the
       sum of the weights that keys have for all queries alike over the other tokens that the query may see, or else
       their number: `lln.neighbors`. Where nothing is far, the output is that of softmax attention;
+    - `combine="replace"`: as a gate, with LLN attention to the far tokens alone: what it gives to the neighbours is
+      taken out, so that no token counts twice. In the place of ln(far / near) is its mean, with weights that each head
+      learns, with the ratio that LLN attention itself has, `lln.neighbors.without_neighbors`. Not for causal
+      attention;
     - `combine="mass"`: nothing is learned. The share of LLN for each query is sigmoid(ln(far / near)_i) with an
       estimate of ln far from the mean and covariance of the keys (`lln.neighbors.log_mean_exp`): the part of softmax
       attention's weight that lies far away, if scores are Gaussian. Not for causal attention;
@@ -129,10 +134,12 @@ class JoinedBranches(nn.Module):
         self.combine: Combine = combine
         self.branches: Branches = "both"
         self.averages_branches = combine == "average"
-        if combine in ("ratio", "gate"):
+        if combine in ("ratio", "gate", "replace"):
             self.ratio_logit = nn.Parameter(torch.full((num_heads,), math.log(share / (1 - share))))
-            if combine == "gate":
+            if combine != "ratio":
                 self.gate = nn.Parameter(torch.zeros(num_heads, head_dim))
+            if combine == "replace":
+                self.ratio_mix = nn.Parameter(torch.full((num_heads,), 0.5))
         elif combine == "scale":
             self.far_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), share))
             self.near_scale = nn.Parameter(torch.full((num_heads, 1, value_dim), 1 - share))
@@ -156,10 +163,10 @@ class JoinedBranches(nn.Module):
         if self.combine == "mass":
             assert ratio is not None
             return ratio.to(query.dtype)[..., None].sigmoid()
-        if self.combine not in ("ratio", "gate"):
+        if self.combine not in ("ratio", "gate", "replace"):
             return None
         logit = self.ratio_logit.to(query.dtype)[None, :, None, None]
-        if self.combine == "gate":
+        if self.combine != "ratio":
             assert ratio is not None
             logit = logit + query @ self.gate.to(query.dtype)[..., None] + ratio.to(query.dtype)[..., None]
         return logit.sigmoid()
@@ -169,13 +176,35 @@ class JoinedBranches(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Softmax attention among neighbours, and for a gate or a mass ln(far / near) of each query, (B, H, N)."""
         options: dict[str, Any] = {"near": self.near, "block_size": self.block_size, **tokens}
-        if self.combine == "gate":
+        if tokens.get("is_causal") and self.combine in ("mass", "replace"):
+            raise ValueError(f'combine="{self.combine}" measures all keys of a sequence; causal attention takes "gate"')
+        if self.combine in ("gate", "replace"):
             return near_with_mass_ratio(query, key, value, self.key_weight(key), **options)
         if self.combine == "mass":
-            if tokens.get("is_causal"):
-                raise ValueError('combine="mass" measures all keys of a sequence; causal attention takes "gate"')
             return near_with_mass_ratio(query, key, value, from_moments=True, **options)
         return block_diagonal_attention(query, key, value, **options), None
+
+    def joined_branches(
+        self, far: Tensor, query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[TokenOptions]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `join` takes, from the far branch's attention to all tokens."""
+        near, ratio = self.near_branch(query, key, value, **tokens)
+        if self.combine != "replace" or self.branches != "both":
+            return far, near, ratio
+        keep = read_padding(tokens.get("key_padding_mask"), key)
+        features = self.log_features(query, key, keep, keep)
+        if features is None:
+            raise ValueError(
+                'combine="replace" takes the neighbours out of the far branch, whose weights must be products of '
+                'features: LLN attention with statistics="learned", or such a mechanism in a hybrid; use "gate"'
+            )
+        options: dict[str, Any] = {name: x for name, x in tokens.items() if name != "is_causal"}
+        far, own = without_neighbors(far, *features, value, near=self.near, block_size=self.block_size, **options)
+        assert ratio is not None
+        is_far = own > -math.inf  # elsewhere both ratios are -inf
+        own, ratio = (x.to(own.dtype).where(is_far, 0.0) for x in (own, ratio))
+        mix = self.ratio_mix.to(own.dtype)[:, None]
+        return far, near, torch.lerp(ratio, own, mix).masked_fill(~is_far, -math.inf)
 
     def log_far_mass(self, key: Tensor, keep: Tensor | None, state: LLNState) -> Tensor | None:
         """ln(far) of the next tokens of a state, (B, H, N), before it is advanced; None: the branches have no gate.
@@ -200,7 +229,11 @@ class JoinedBranches(nn.Module):
 
         def key_weight(self, key: Tensor) -> Tensor | None: ...
 
+        def log_features(
+            self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
+        ) -> tuple[Tensor, Tensor] | None: ...
+
     def share_parameters(self) -> list[nn.Parameter]:
         """The parameters that decide how the branches are joined."""
-        names = ("ratio_logit", "gate", "far_scale", "near_scale")
+        names = ("ratio_logit", "gate", "ratio_mix", "far_scale", "near_scale")
         return [parameter for name, parameter in self.named_parameters(recurse=False) if name in names]

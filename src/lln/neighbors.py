@@ -8,7 +8,11 @@ The sum over the near tokens is exact, and softmax attention among them has it a
 must take linear time, leaves out the part of a score that depends on the query: a learned gate adds it, or the moments
 of the keys do, `log_mean_exp`.
 
-Shapes: B batch, H heads, a multiple of H_k key heads, N tokens, D features of a head, V value width, C block size.
+The neighbours can also be taken out of a linear attention whose weights w_ij = sum_l exp(a_il + b_jl) are known one by
+one, `without_neighbors`: the rest of it is attention to what is far alone, and has a ratio ln(far / near) of its own.
+
+Shapes: B batch, H heads, a multiple of H_k key heads, N tokens, D features of a head, V value width, C block size, F
+features of a linear attention; n tiles of T queries and the S keys that they may see.
 """
 
 import math
@@ -19,12 +23,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lln import backends
-from lln.backends.torch.summary import repeat_heads
+from lln.backends.torch.blocks import join_blocks
+from lln.backends.torch.summary import mask_value, repeat_heads
 from lln.forms import token_mean
-from lln.masks import fill_padding, front_order, read_padding
+from lln.masks import fill_padding, front_order, read_padding, take_tokens
 from lln.packed import packed_outputs
 from lln.precision import accumulator, in_full_precision, sum_dtype
 from lln.problem import Near, Problem, autocast_like_sdpa
+
+# The least share that is taken to lie far away where there are far tokens at all: below it, what is far is the
+# difference of nearly equal numbers.
+SMALLEST_FAR_SHARE = 1e-4
 
 
 class Past(NamedTuple):
@@ -85,6 +94,99 @@ def near_with_mass_ratio(
 
     output, ratio = autocast_like_sdpa(attend_all, query, key, value)
     return output, ratio[..., 0]
+
+
+def without_neighbors(
+    far: Tensor,
+    a: Tensor,
+    b: Tensor,
+    value: Tensor,
+    *,
+    near: Near,
+    block_size: int,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention with weights w_ij = sum_l exp(a_il + b_jl) to the tokens that are not near, (B, H, N, V), and its
+    ln(far / near), (B, H, N).
+
+    With the mean value s_i and the sum W_i of the weights among the neighbours, and Z_i the sum of all,
+
+        far'_i = (far_i - W_i / Z_i s_i) / (1 - W_i / Z_i)          ln(far / near)_i = ln(Z_i - W_i) - ln W_i
+
+    Not for causal attention.
+
+    Args:
+        far: (B, H, N, V), attention with these weights to all tokens.
+        a, b: (B, H, N, F).
+        value: (B, H_k, N, V).
+        near, block_size, key_padding_mask, cu_seqlens: as in `lln.block_diagonal_attention`.
+
+    Returns:
+        The attention, and the ratio, -inf where nothing is far; of a token that is not kept they mean nothing.
+    """
+
+    def attend(a: Tensor, b: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        keep = read_padding(key_padding_mask, a)
+        mean, log_near = _mean_of_neighbors(a, b, value, keep, near=near, block_size=block_size)
+        if keep is not None:
+            b = b.masked_fill(~keep[:, None, :, None], -math.inf)
+        log_all = (a + b.logsumexp(dim=2, keepdim=True)).logsumexp(dim=3, keepdim=True)
+        nothing = torch.zeros_like(a[:, :1, :, 0])
+        is_far = log_far_mass(nothing, keep, near=near, block_size=block_size, is_causal=False) > -math.inf
+        # 0 where nothing is far, whatever is rounded, and below 0 elsewhere, where a logarithm is taken.
+        share = (log_near - log_all).clamp(max=-SMALLEST_FAR_SHARE).where(is_far[..., None], 0.0)
+        return mean, share
+
+    with torch.autocast(a.device.type, enabled=False):
+        value = value.to(a.dtype)
+        if cu_seqlens is None:
+            mean, share = attend(a, b, value, key_padding_mask)
+        else:
+            mean, share = packed_outputs(attend, a, b, value, cu_seqlens)
+        is_far = share < 0
+        beyond = torch.expm1(share.where(is_far, -1.0)).neg()  # 1 - W / Z
+        rest = (far.to(a.dtype) - share.exp() * mean) / beyond
+        ratio = (beyond.log() - share).masked_fill(~is_far, -math.inf)
+        return rest.where(is_far, far.to(a.dtype)).to(far.dtype), ratio[..., 0]
+
+
+def _mean_of_neighbors(
+    a: Tensor, b: Tensor, value: Tensor, keep: Tensor | None, *, near: Near, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """The mean of the neighbours' values with weights w_ij, (B, H, N, V), and ln of the sum of these weights."""
+    tokens, order = a.shape[2], None
+    value = repeat_heads(value, a.shape[1] // value.shape[1])
+    if keep is not None:  # kept tokens in front, as their neighbours are counted
+        order = front_order(keep)
+        a, b, value = (fill_padding(take_tokens(x, order), keep.gather(1, order)) for x in (a, b, value))
+        keep = keep.gather(1, order)
+    size = min(block_size, tokens)
+    right = block_size // 2 if near == "window" else 0
+    left = block_size - 1 - right if near == "window" else 0
+    tiles = (tokens + size - 1) // size
+    missing = (left, tiles * size - tokens + right)
+    a = torch.unflatten(pad(a, (0, 0, 0, tiles * size - tokens)), 2, (tiles, size))
+    span = size + left + right
+    b, value = (pad(x, (0, 0, *missing)).unfold(2, span, size) for x in (b, value))  # (B, H, n, F or V, S)
+    if keep is None:
+        keep = torch.ones(1, tokens, dtype=torch.bool, device=a.device)
+    there = pad(keep, missing)
+    allowed = there.unfold(1, span, size)[:, None, :, None]  # (B or 1, 1, n, 1, S)
+    if near == "window":
+        row, column = torch.arange(size, device=a.device)[:, None], torch.arange(span, device=a.device)
+        allowed = allowed & (column >= row) & (column <= row + left + right)
+    # exp(a_i + b_j), summed over the features, as a product of matrices whose entries are at most 1.
+    highest_a, highest_b = (x.detach().amax(dim=dim, keepdim=True) for x, dim in ((a, 4), (b, 3)))
+    product = (a - highest_a).exp() @ (b - highest_b).exp()
+    logs = product.clamp(min=torch.finfo(a.dtype).tiny).log() + highest_a + highest_b
+    logs = logs.masked_fill(~allowed, mask_value(a.dtype))
+    total = logs.logsumexp(dim=4, keepdim=True)
+    found = [join_blocks(x, tokens) for x in ((logs - total).exp() @ value.mT, total)]
+    if order is not None:
+        back = order.argsort(dim=1)
+        found = [take_tokens(x, back) for x in found]
+    return found[0], found[1]
 
 
 @in_full_precision

@@ -356,6 +356,8 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         check_choice("near", near, NEARS)
         self.block_size = block_size
         self.near: Near = near
+        if combine == "replace" and statistics != "learned":
+            raise ValueError(f'combine="replace" is for statistics="learned", got {statistics!r}; use "gate" or "mass"')
         self._prepare_join(combine, share, num_heads, head_dim, value_dim or head_dim)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[QueryOptions]) -> Tensor:
@@ -368,9 +370,11 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         shared: Any = {name: x for name, x in tokens.items() if name in ("key_padding_mask", "cu_seqlens", "is_causal")}
         far = self._far(query, key, value, tokens)
         if self.parallel is None:
-            return self.join(far, *self.near_branch(query, key, value, **shared), query=query)
-        if self.combine == "mass":
-            raise ValueError('combine="mass" measures keys that other processes hold; use "gate", "ratio" or "average"')
+            return self.join(*self.joined_branches(far, query, key, value, **shared), query=query)
+        if self.combine in ("mass", "replace"):
+            raise ValueError(
+                f'combine="{self.combine}" measures keys that other processes hold; use "gate", "ratio" or "average"'
+            )
         if self.combine == "gate":
             found = self.parallel.near_with_mass_ratio(query, key, value, self.key_weight(key), **near, **shared)
             return self.join(far, *found, query=query)
@@ -382,7 +386,7 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
 
     def init_state(self, batch: int, **options: Any) -> LLNState | None:
         # Shares that depend on all keys of a sequence are refused in causal attention.
-        return None if self.combine == "mass" else super().init_state(batch, **options)
+        return None if self.combine in ("mass", "replace") else super().init_state(batch, **options)
 
     def recorded_options(self, query: Tensor, key: Tensor) -> dict[str, Any] | None:
         far = super().recorded_options(query, key)

@@ -51,8 +51,8 @@ class Hybrid(JoinedBranches, PeerMechanism):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         far: Tensor = self.far(query, key, value, key_padding_mask=keep, is_causal=is_causal)
-        near = self.near_branch(query, key, value, key_padding_mask=keep, is_causal=is_causal)
-        return self.join(far, *near, query=query)
+        tokens: Any = {"key_padding_mask": keep, "is_causal": is_causal}
+        return self.join(*self.joined_branches(far, query, key, value, **tokens), query=query)
 
     def log_features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
