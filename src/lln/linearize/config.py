@@ -16,7 +16,6 @@ BEST: dict[str, dict[str, Any]] = {
         "projection": True,
         "signed": True,
         "near": "window",
-        "combine": "gate",
     },
 }
 # Least features of a head before signs. On all-MiniLM-L6-v2, with heads of 32, 64 instead of 32 lower the divergence of
@@ -76,21 +75,37 @@ class LinearizeConfig(Settings):
             raise ValueError(f"steps must be 0 (calibration alone) or left out, got {self.steps}")
         check_options(self.attention, self.all_options())  # also refuses a name that does not exist
 
-    def all_options(self, head_dim: int | None = None) -> dict[str, Any]:
+    def all_options(self, head_dim: int | None = None, *, is_causal: bool | None = None) -> dict[str, Any]:
         """The options of the mechanism: the given ones, and the best ones for the rest.
 
-        The number of features follows from `head_dim`, once it is known.
+        The number of features follows from `head_dim`, and how branches are combined from `is_causal`, once they are
+        known.
         """
         options = BEST.get(self.attention, {}) | dict(self.options)
+        if self.attention == "lln_diag" and is_causal is not None and options["statistics"] == "learned":
+            options = {"combine": "gate" if is_causal else "replace"} | options
         if head_dim is not None and options.get("projection") and head_dim < LEAST_FEATURES:
             options = {"feature_dim": LEAST_FEATURES} | options
         return options
 
     def stage_steps(self) -> dict[str, int]:
+        """The steps of each stage after calibration.
+
+        Returns:
+            align, join and distil; all 0 with `steps=0`.
+
+        Example:
+            >>> LinearizeConfig(align_steps=5, join_steps=2, distil_steps=9).stage_steps()
+            {'align': 5, 'join': 2, 'distil': 9}
+        """
         if self.steps == 0:
             return {"align": 0, "join": 0, "distil": 0}
         return {"align": self.align_steps, "join": self.join_steps, "distil": self.distil_steps}
 
     def settings(self) -> dict[str, Any]:
-        """All settings, as JSON has them."""
+        """All settings, as JSON has them.
+
+        Returns:
+            The fields by their names, with all options of the mechanism.
+        """
         return super().settings() | {"options": self.all_options()}

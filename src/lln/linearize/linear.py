@@ -114,10 +114,14 @@ def linearize(
     if pairs is not None:
         check_pairs(pairs, tokenizer, takes_text=not isinstance(texts, Tensor))
     teacher = make_teacher(model)
-    head_dim = max(module.mechanism.head_dim for module in converted_modules(teacher).values())
+    attentions = converted_modules(teacher).values()
+    options = config.all_options(
+        max(module.mechanism.head_dim for module in attentions),
+        is_causal=any(module.sees_only_the_past for module in attentions),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # some mechanisms draw their features, and LoRA its matrices
-        student = convert(copy.deepcopy(model), config.attention, **config.all_options(head_dim))
+        student = convert(copy.deepcopy(model), config.attention, **options)
         trainable = {name: parameter.requires_grad for name, parameter in student.named_parameters()}
         adapters = add_lora(student, config.lora_rank) if config.lora_rank else None
     student.train(False)
@@ -241,7 +245,7 @@ def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
         try:
             cost = layer_cost(
                 work.config.attention,
-                work.config.all_options(module.mechanism.head_dim),
+                work.config.all_options(module.mechanism.head_dim, is_causal=module.sees_only_the_past),
                 heads=module.mechanism.num_heads,
                 head_dim=module.mechanism.head_dim,
                 is_causal=module.sees_only_the_past,

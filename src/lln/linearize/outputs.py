@@ -26,43 +26,109 @@ from lln.mechanism import JoinedBranches, Mechanism
 # The pull of the projection to the teacher's, in units of the mean square of the heads' outputs. Of 0.03, 0.3, 1, 4 and
 # a bias alone, 1 and 4 kept most of all-MiniLM-L6-v2 on passages of its training text that nothing was fitted to.
 RIDGE = 2.0
+SHARE_STEPS = 20
 SMALLEST_SHARE = 0.01  # of a branch, where shares are learned afterwards: a share of 0 would have no gradient
 
 
 @torch.no_grad()
 def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
-    """Set the share of the far branch of each head that brings the output next to softmax attention's."""
-    if not isinstance(mechanism, JoinedBranches) or mechanism.combine not in ("ratio", "gate"):
+    """Set how much each head takes of its far branch so that its output comes next to softmax attention's.
+
+    First the one number that all queries of a head share, then, where the share depends on the query, all of it.
+    """
+    if not isinstance(mechanism, JoinedBranches) or mechanism.combine not in ("ratio", "gate", "replace"):
         return
-    outputs = {}
-    for branch in ("far", "near"):
-        mechanism.branches = branch
-        outputs[branch] = attend(mechanism, seen)
-    mechanism.branches = "both"
-    between, missing = outputs["far"] - outputs["near"], seen.output - outputs["near"]
-    if seen.keep is not None:
-        between, missing = fill_padding(between, seen.keep), fill_padding(missing, seen.keep)
-    size, along = between.square().sum(dim=3), (between * missing).sum(dim=3)  # (B, H, N)
-    offset = torch.zeros(1, 1, 1)
-    if mechanism.combine == "gate":
+    depends_on_query = mechanism.combine != "ratio"
+    if depends_on_query:
         # What a query says of keys that it does not know: its score with the mean key.
         mean = token_mean(seen.key, seen.keep).mean(dim=0) * seen.key.shape[3] ** -0.5
         mechanism.gate.copy_(mean.repeat_interleave(mechanism.num_heads // len(mean), dim=0))
-        options: Any = {"key_padding_mask": seen.keep, "is_causal": seen.is_causal}
-        _, ratio = mechanism.near_branch(seen.query, seen.key, seen.key, **options)
+    far, near, ratio = _branches(mechanism, seen)
+    between, missing = far - near, seen.output - near
+    if seen.keep is not None:
+        between, missing = fill_padding(between, seen.keep), fill_padding(missing, seen.keep)
+    size, along = between.square().sum(dim=3), (between * missing).sum(dim=3)  # (B, H, N)
+    offset = torch.zeros(1, 1, 1) if ratio is None else ratio + (seen.query @ mechanism.gate[..., None])[..., 0]
+    mechanism.ratio_logit.copy_(_best_logit(size, along, offset))
+    if not depends_on_query:
+        return
+    assert ratio is not None
+    columns = [seen.query, torch.ones_like(seen.query[..., :1])]
+    if mechanism.combine == "replace":
+        mixed, found = mechanism.ratio_mix.clone(), []
+        for mix in (0.0, 1.0):
+            mechanism.ratio_mix.fill_(mix)
+            found.append(_branches(mechanism, seen)[2])
+        ratio, own = found
         assert ratio is not None
-        offset = ratio + (seen.query @ mechanism.gate[..., None])[..., 0]
+        assert own is not None
+        columns.append((own - ratio)[..., None])
+        mechanism.ratio_mix.copy_(mixed)
+    counts = (ratio > -math.inf) & (size > 0)  # nothing is far from the others, or they are not kept
+    start = [mechanism.gate, mechanism.ratio_logit[:, None]]
+    if mechanism.combine == "replace":
+        start.append(mechanism.ratio_mix[:, None])
+    best = _fit_logits(
+        torch.cat(columns, dim=3).where(counts[..., None], 0.0),
+        *(x.where(counts, 0.0) for x in (ratio, size, along)),
+        torch.cat(start, dim=1),
+    )
+    width = mechanism.gate.shape[1]
+    mechanism.gate.copy_(best[:, :width])
+    mechanism.ratio_logit.copy_(best[:, width])
+    if mechanism.combine == "replace":
+        mechanism.ratio_mix.copy_(best[:, width + 1])
+
+
+def _branches(mechanism: JoinedBranches, seen: Observation) -> tuple[Tensor, Tensor, Tensor | None]:
+    mechanism.branches = "far"
+    far = attend(mechanism, seen)
+    mechanism.branches = "both"
+    options: Any = {"key_padding_mask": seen.keep, "is_causal": seen.is_causal}
+    return mechanism.joined_branches(far, seen.query, seen.key, seen.value, **options)
+
+
+def _best_logit(size: Tensor, along: Tensor, offset: Tensor) -> Tensor:
+    """The number t of each head, (H,), for which the sum of size s^2 - 2 along s, s = sigmoid(offset + t), is least."""
     # The error is a smooth function of one number for each head: a coarse search, then a fine one around its result.
-    best = torch.zeros(mechanism.num_heads)
+    best = torch.zeros(size.shape[1])
     largest = math.log(1 / SMALLEST_SHARE - 1)
     for reach, step in ((largest, 0.25), (0.25, 0.01)):
         candidates = (best + torch.arange(-reach, reach + step, step)[:, None]).clamp(-largest, largest)  # (C, H)
-        errors = []
-        for logit in candidates:
-            share = (logit[:, None] + offset).sigmoid()
-            errors.append((share.square() * size - 2 * share * along).sum(dim=(0, 2)))
+        errors = [_share_error((logit[:, None] + offset).sigmoid(), size, along) for logit in candidates]
         best = candidates.gather(0, torch.stack(errors).argmin(dim=0, keepdim=True))[0]
-    mechanism.ratio_logit.copy_(best)
+    return best
+
+
+def _fit_logits(columns: Tensor, offset: Tensor, size: Tensor, along: Tensor, start: Tensor) -> Tensor:
+    """The coefficients t of each head, (H, C), for which the same error, s = sigmoid(offset + columns t), is least.
+
+    Levenberg-Marquardt steps from `start`: a step that makes a head worse is not taken, and the next one is shorter.
+    """
+    best, damping = start.clone(), torch.full((len(start), 1), 1e-2)
+
+    def shares(coefficients: Tensor) -> Tensor:
+        return ((columns * coefficients[:, None]).sum(dim=3) + offset).sigmoid()
+
+    share = shares(best)
+    least = _share_error(share, size, along)
+    for _ in range(SHARE_STEPS):
+        slope = share * (1 - share)
+        curvature = torch.einsum("bhnc,bhnd,bhn->hcd", columns, columns, size * slope.square())
+        gradient = torch.einsum("bhnc,bhn->hc", columns, (size * share - along) * slope)
+        curvature.diagonal(dim1=1, dim2=2).mul_(1 + damping).add_(1e-12)
+        tried = best - torch.linalg.solve(curvature, gradient[..., None])[..., 0]
+        error = _share_error(new := shares(tried), size, along)
+        better = (error < least)[:, None]
+        best, least = torch.where(better, tried, best), torch.minimum(error, least)
+        share = torch.where(better, new, share)
+        damping = torch.where(better, damping / 4, damping * 8).clamp(1e-6, 1e6)
+    return best
+
+
+def _share_error(share: Tensor, size: Tensor, along: Tensor) -> Tensor:
+    """The squared error of the output of each head, less what no share changes."""
+    return (share.square() * size - 2 * share * along).sum(dim=(0, 2))
 
 
 def output_layers(teacher: PreTrainedModel, batch: Batch) -> dict[str, str]:

@@ -113,7 +113,9 @@ class Linearizer:
     @property
     def _is_exact_nearby(self) -> bool:
         """Whether all attentions give softmax attention's own output where nothing is far."""
-        return all(getattr(mechanism, "combine", None) in ("gate", "mass") for mechanism in self.mechanisms.values())
+        return all(
+            getattr(mechanism, "combine", None) in ("gate", "replace", "mass") for mechanism in self.mechanisms.values()
+        )
 
     def _fitted_batch(self) -> Batch:
         """Passages of all lengths, because errors depend on the length, or of one if a mechanism takes no padding."""

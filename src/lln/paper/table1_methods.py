@@ -28,7 +28,7 @@ class Method:
         """The steps of each stage, as many in all as `steps` has: what cannot be used in one goes to the last."""
         from lln.linearize.stages import share_parameters
 
-        options = LinearizeConfig(attention=self.attention, options=self.options).all_options()
+        options = LinearizeConfig(attention=self.attention, options=self.options).all_options(is_causal=False)
         mechanism = zoo.build(self.attention, num_heads=2, head_dim=8, max_len=64, **options)
         shares = {id(x) for x in share_parameters(mechanism)}
         useful = {"align": any(id(x) not in shares for x in mechanism.parameters()), "join": bool(shares)}
