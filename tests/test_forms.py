@@ -61,7 +61,7 @@ def test_equals_the_reference(tokens, backend, near, form, is_causal):
 
 @causal_or_full
 @new_forms
-@pytest.mark.parametrize("N, D", [(1, 16), (2, 16), (65, 16), (65, 24)])  # 24: not whole vectors
+@pytest.mark.parametrize(("N", "D"), [(1, 16), (2, 16), (65, 16), (65, 24)])  # 24: not whole vectors
 def test_lengths_and_given_scales(tokens, backend, N, D, form, is_causal):
     q, k, v = tokens(B=2, H=2, N=N, D=D, dtype=torch.float32)
     options = options_of(form, is_causal, heads=2, key_heads=2, width=D, frozen=N == 2)
