@@ -19,8 +19,8 @@ from lln.distributed.merge import Layout
 from lln.distributed.near import Neighbors
 from lln.distributed.packed import attend_packed, check_packed
 from lln.distributed.ranks import Ranks
-from lln.forms import without_centers
 from lln.masks import INTEGERS
+from lln.precision import accumulator
 from lln.problem import Near, Problem, Tokens, read_key_weight
 
 
@@ -102,7 +102,13 @@ def _with_scales(problem: Problem, layout: Layout) -> Problem:
     if problem.form == "decomposed" and problem.centers is None:
         problem = replace(problem, centers=statistics.sample_centers(problem, layout))
     if problem.alpha is None or problem.beta is None:
-        query, key = without_centers(problem)
+        query, key = problem.query, problem.key
+        if problem.centers is not None:  # in place: in low precision `without_centers` would hold a tensor more
+            dtype = accumulator(query.dtype)
+            query, key = (
+                x.to(dtype, copy=True).sub_(center[:, :, None])
+                for x, center in zip((query, key), problem.centers, strict=True)
+            )
         alpha, beta = statistics.scales(replace(problem, query=query, key=key), layout)
         problem = replace(problem, alpha=alpha, beta=beta)
     return problem
