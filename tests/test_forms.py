@@ -61,10 +61,10 @@ def test_equals_the_reference(tokens, backend, near, form, is_causal):
 
 @causal_or_full
 @new_forms
-@pytest.mark.parametrize("N", [1, 2, 65])
-def test_lengths_and_given_scales(tokens, backend, N, form, is_causal):
-    q, k, v = tokens(B=2, H=2, N=N, D=16, dtype=torch.float32)
-    options = options_of(form, is_causal, heads=2, key_heads=2, width=16, frozen=N == 2)
+@pytest.mark.parametrize(("N", "D"), [(1, 16), (2, 16), (65, 16), (65, 24)])  # 24: not whole vectors
+def test_lengths_and_given_scales(tokens, backend, N, D, form, is_causal):
+    q, k, v = tokens(B=2, H=2, N=N, D=D, dtype=torch.float32)
+    options = options_of(form, is_causal, heads=2, key_heads=2, width=D, frozen=N == 2)
     compare((q, k, v), options)
     options |= {"alpha": torch.tensor([0.8, 1.3]), "beta": torch.tensor([1.1, 0.6])}
     compare((q, k, v), options, leaves=("alpha", "beta") if N > 1 else ())

@@ -91,18 +91,18 @@ def check_halo(group):
     assert sent_bytes == 4 * (model.traffic(256, P, H, D)["lln"][2] + (forward + backward) * H * 2 * D)
 
 
-def check_memory(group, tokens=1 << 17, width=64, **options):
+def check_memory(group, tokens=1 << 17, width=64, dtype=torch.float32, **options):
     """At most 0.3 of what one process has for query, key, value, output and all gradients of them."""
     part = tokens // dist.get_world_size(group)
     give_back_what_is_freed()
     for n in (64, part):
         reset_peak()
         before = peak_bytes()
-        q, k, v = (torch.randn(1, 1, n, width).requires_grad_() for _ in range(3))
+        q, k, v = (torch.randn(1, 1, n, width, dtype=dtype).requires_grad_() for _ in range(3))
         slope = torch.randn_like(v)
         output = distributed.lln_diag_attention(q, k, v, group=group, **options)
         torch.autograd.grad(output, (q, k, v), slope)
-    share = (peak_bytes() - before) / (8 * tokens * width * 4)
+    share = (peak_bytes() - before) / (8 * tokens * width * dtype.itemsize)
     assert share < 0.3, f"{share:.3f} of one process"
 
 
@@ -160,6 +160,8 @@ def traffic_cases():
         yield "memory, window", partial(check_memory, near="window")
         yield "memory, unbiased", partial(check_memory, form="unbiased")
         yield "memory, decomposed", partial(check_memory, form="decomposed", near="window")
+        low = {"dtype": torch.bfloat16, "form": "decomposed"}
+        yield "memory, bfloat16", partial(check_memory, tokens=1 << 19, **low)
         frozen = (torch.ones(1, 64), torch.ones(1, 64))
         causal = {"form": "decomposed", "centers": frozen, "is_causal": True}
         yield "memory, decomposed, causal", partial(check_memory, tokens=1 << 18, **causal)

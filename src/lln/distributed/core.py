@@ -19,8 +19,8 @@ from lln.distributed.merge import Layout
 from lln.distributed.near import Neighbors
 from lln.distributed.packed import attend_packed, check_packed
 from lln.distributed.ranks import Ranks
-from lln.forms import without_centers
 from lln.masks import INTEGERS
+from lln.precision import accumulator
 from lln.problem import Near, Problem, Tokens, read_key_weight
 
 
@@ -78,19 +78,15 @@ def attend_parts(problem: Problem, ranks: Ranks, segments: Tensor | None = None,
     near = None
     if problem.near:
         near = Neighbors(problem, layout, share=0.5 if problem.far else 1.0, with_lse=with_ratio)
-        problem = near.tap(problem)
+        problem, link = near.tap(problem)
         if with_ratio:
-            return _with_ratio(near.finish(problem), problem, near, layout)
+            return _with_ratio(near.finish(problem, link), problem, near, layout)
         if not problem.far:
-            return near.finish(problem).to(problem.query.dtype)
+            return near.finish(problem, link)
     means = layout if problem.form == "decomposed" and problem.centers is None else None
     problem = _with_scales(problem, layout)
     merge = far_attention.start(problem, layout)
-    neighbors = None if near is None else near.finish(problem)  # while the summaries are under way
-    output = far_attention.finish(problem, merge, share=1.0 if near is None else near.share, means=means)
-    if neighbors is not None:
-        output = output.add_(neighbors)
-    return output.to(problem.query.dtype)
+    return far_attention.finish(problem, merge, near, means=means)
 
 
 def _with_ratio(output: Tensor, problem: Problem, near: Neighbors, layout: Layout) -> Tensor:
@@ -106,7 +102,13 @@ def _with_scales(problem: Problem, layout: Layout) -> Problem:
     if problem.form == "decomposed" and problem.centers is None:
         problem = replace(problem, centers=statistics.sample_centers(problem, layout))
     if problem.alpha is None or problem.beta is None:
-        query, key = without_centers(problem)
+        query, key = problem.query, problem.key
+        if problem.centers is not None:  # in place: in low precision `without_centers` would hold a tensor more
+            dtype = accumulator(query.dtype)
+            query, key = (
+                x.to(dtype, copy=True).sub_(center[:, :, None])
+                for x, center in zip((query, key), problem.centers, strict=True)
+            )
         alpha, beta = statistics.scales(replace(problem, query=query, key=key), layout)
         problem = replace(problem, alpha=alpha, beta=beta)
     return problem

@@ -30,6 +30,7 @@ from lln.distributed.merge import Layout, refuse_second_order
 from lln.distributed.ranks import Pending, Ranks
 from lln.masks import front_order, kept_tokens
 from lln.matching.moments import piece_tokens
+from lln.precision import accumulator
 from lln.problem import Problem, Tokens
 
 LEAST_BLOCKS = 16  # of a piece, or windows side by side: with few, most keys would belong to the pieces around it
@@ -155,22 +156,38 @@ class Neighbors:
             before, after = torch.split(self.halo.kept, [self.halo.left, self.halo.right], dim=1)
             self.keep = torch.cat((before, kept_tokens(keep, problem.key), after), dim=1)
         self.pending = self.halo.send(problem.key, problem.value)
-        self.link: Tensor | None = None  # from `tap` to `finish`
         self.handed: tuple[Tensor, ...] = ()  # from the backward pass of the output to that of the inputs
 
-    def tap(self, problem: Problem) -> Problem:
-        """The problem with inputs whose gradients those of the neighbours will be added to."""
-        query, key, value, self.link = _Tap.apply(  # type: ignore[no-untyped-call]
+    def tap(self, problem: Problem) -> tuple[Problem, Tensor]:
+        """The problem with inputs whose gradients those of the neighbours will be added to, and what `finish` takes."""
+        query, key, value, link = _Tap.apply(  # type: ignore[no-untyped-call]
             self, problem.query, problem.key, problem.value
         )
-        return replace(problem, query=query, key=key, value=value)
+        return replace(problem, query=query, key=key, value=value), link
 
-    def finish(self, problem: Problem) -> Tensor:
-        """The output (B, H, N, V), or with the log-sum-exp (B, H, N, V + 1), for the queries of this process."""
+    def finish(self, problem: Problem, link: Tensor) -> Tensor:
+        """The output (B, H, N, V) in the dtype of the input, for the queries of this process.
+
+        With the log-sum-exp (B, H, N, V + 1) in the accumulator's dtype.
+        """
         tokens = (x.detach() for x in (problem.query, problem.key, problem.value))
-        link, self.link = self.link, None  # which would hold this object in a cycle, and all tokens with it
         output: Tensor = _Near.apply(self, link, *tokens)  # type: ignore[no-untyped-call]
         return output
+
+    def forward(self, tokens: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """The output in a dtype, and the halo of keys and values that the backward pass needs."""
+        query, key, value = tokens
+        received = self.halo.receive(self.pending, key, value)
+        output = query.new_zeros(*query.shape[:3], value.shape[3] + self.with_lse, dtype=dtype)
+        rows, left = self.rows(tokens, received), self.halo.left
+        for queries, span, keep in self.pieces(query):
+            mixed = self.attend([row.read(span) for row in rows], keep)[:, :, _overlap(queries, span, span.start)]
+            output[:, :, _overlap(queries, span, left)] = mixed * self.share
+        return output, received
+
+    def hand(self, gradient: Tensor, halo: Sequence[Tensor]) -> None:
+        """Give the gradient of the output, `share` times which is that of `forward`, to the backward pass of `tap`."""
+        self.handed = (gradient, *halo)
 
     def _reach(self, start: Any, stop: Any) -> tuple[Any, Any]:
         """From which token to which those from `start` to `stop` need keys."""
@@ -267,23 +284,16 @@ class _Near(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, near: Neighbors, link: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        halo = near.halo
-        received = halo.receive(near.pending, key, value)
+        dtype = accumulator(query.dtype) if near.with_lse else query.dtype
+        output, received = near.forward((query, key, value), dtype)
         ctx.near = near
         ctx.save_for_backward(*received)
-        output = query.new_zeros(*query.shape[:3], value.shape[3] + near.with_lse)
-        rows = near.rows((query, key, value), received)
-        for queries, span, keep in near.pieces(query):
-            mixed = near.attend([row.read(span) for row in rows], keep)
-            if mixed.dtype != output.dtype:
-                output = output.to(mixed.dtype)
-            output[:, :, _overlap(queries, span, halo.left)] = mixed[:, :, _overlap(queries, span, span.start)]
-        return output.mul_(near.share)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
-        ctx.near.handed = (gradient, *ctx.saved_tensors)
+        ctx.near.hand(gradient, ctx.saved_tensors)
         return None, gradient.new_zeros(()), None, None, None
 
 

@@ -23,6 +23,7 @@ from lln.precision import accumulator, sum_dtype
 from lln.problem import Problem, Tokens
 
 NAMES = ("query", "key", "value", "alpha", "beta", "key_weight", "center_q", "center_k")  # what may have gradients
+OF_TOKENS = {"query", "key", "value"}
 OF_QUERIES = {"query", "alpha", "keep_query"}
 MEANS = {"query": "center_q", "key": "center_k"}  # the tokens whose means centres may be
 NOTHING = slice(0, 0)
@@ -137,11 +138,10 @@ class Gradients:
         self.totals = {name: self.new(name) for name in NAMES if name in self.wanted}
 
     def new(self, name: str) -> Tensor:
-        """Zeros for the gradient of an input, in the dtype of the paper's form."""
+        """Zeros for the gradient of an input: of tokens in their dtype, of what they share in the accumulator's."""
         x = self.inputs.given[name]
         assert x is not None
-        wide = name in MEANS and self.inputs.given["center_q"] is not None
-        return torch.zeros_like(x, dtype=accumulator(x.dtype) if wide else x.dtype)
+        return torch.zeros_like(x, dtype=x.dtype if name in OF_TOKENS else accumulator(x.dtype))
 
     def add(self, part: slice, found: Mapping[str, Tensor]) -> None:
         """Add the gradients of a piece of the tokens."""
@@ -174,7 +174,7 @@ class Gradients:
         slopes = torch.split(whole, [x[0].numel() for x in sums], dim=1)
         for name, shape, slope in zip(names, sums, slopes, strict=True):
             total, keep = self.totals[name], self.inputs.given[f"keep_{name}"]
-            each = slope.view_as(shape)[:, :, None].to(total.dtype)
+            each = slope.view_as(shape)[:, :, None].to(accumulator(total.dtype))
             for part in self.inputs.parts(total.shape[2]):
                 place = total[:, :, part]
                 place += fill_padding(each.expand_as(place), None if keep is None else keep[:, part])

@@ -66,14 +66,14 @@ void causal_queries_backward(const Plan *plan, long b, long h, long first, long 
         for (long r = 0; r < t.rows; r++) {
             float alpha = scale_of(&job->alpha, b, h, start + r), *q = t.query.data + r * t.query.row;
             vf with_query = broadcast(0.f);
+            if (t.form.query) /* before the loop below, which may write over grad_phi */
+                for (long i = 0; job->grad_alpha && i < vector; i += LANES)
+                    with_query -= load(t.phi + r * row + i) * load(grad_phi + r * row + i) * load(t.form.query + i);
             for (long i = 0; i < vector; i += LANES) {
                 vf grad = load(t.phi + r * row + i) * load(grad_phi + r * row + i);
                 with_query += grad * load(q + i);
                 store(to.data + r * to.row + i, t.blanked[r] ? broadcast(0.f) : grad * alpha);
             }
-            if (t.form.query)
-                for (long i = 0; job->grad_alpha && i < vector; i += LANES)
-                    with_query -= load(t.phi + r * row + i) * load(grad_phi + r * row + i) * load(t.form.query + i);
             if (job->grad_alpha)
                 job->grad_alpha[(b * job->heads + h) * job->queries + start + r] = total_of(with_query);
         }

@@ -43,15 +43,15 @@ void attend_memory_backward(const Plan *plan, long b, long h, long first, long e
             float mean = total_of(sum) / weight; /* taken off in two steps: what is left of it would be times alpha */
             for (long i = 0; i < vector; i += LANES) rest += load(s + i) * (load(d + i) - mean);
             float left = total_of(rest) / weight;
+            if (form.query) /* not in the loop below, which may write over d: this is not often wanted */
+                for (long i = 0; job->grad_alpha && i < vector; i += LANES)
+                    with_query -= load(s + i) * (load(d + i) - mean - left) * load(form.query + i);
             for (long i = 0; i < vector; i += LANES) {
                 vf grad = load(s + i) * (load(d + i) - mean - left);
                 store(grad_mass + i, load(grad_mass + i) + grad);
                 with_query += grad * load(q.data + r * q.row + i);
                 store(to.data + r * to.row + i, blanked[r] ? broadcast(0.f) : grad * alpha);
             }
-            if (form.query) /* none in the loop above: this is not often wanted */
-                for (long i = 0; job->grad_alpha && i < vector; i += LANES)
-                    with_query -= load(s + i) * (load(d + i) - mean - left) * load(form.query + i);
             if (job->grad_alpha)
                 job->grad_alpha[(b * job->heads + h) * job->queries + start + r] = total_of(with_query);
         }
