@@ -102,7 +102,7 @@ def test_the_papers_formula_is_lln_attention_with_batch_statistics():
 
 
 @pytest.mark.parametrize("setting", [Setting(3, 16), Setting(3, 16, causal=True), Setting(3, 16, "bfloat16")], ids=str)
-def test_candidates_compute_what_they_say(setting):
+def test_candidates_compute_what_their_names_state(setting):
     torch.manual_seed(0)
     inputs = candidates.random_inputs(setting, 96)
     outputs = {}
@@ -230,7 +230,7 @@ def test_a_run_that_was_stopped_continues(quick, tmp_path, monkeypatch):
 def test_a_damaged_record_is_named(quick, tmp_path):
     out = tmp_path / "a.jsonl"
     out.write_text('{"command": "lln b"}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl is damaged: .*; restore it, or make it anew with `lln bench att"):
+    with pytest.raises(ValueError, match=r"a\.jsonl is damaged: .*; restore it, or make it again with `lln bench att"):
         run(*ATTENTION, "--out", str(out))
 
 

@@ -1,4 +1,4 @@
-"""The next tokens of a state, validated: what `LLNState` hands to a backend, and what comes back.
+"""The next tokens of a state, validated: what `LLNState` passes to a backend, and what it returns.
 
 Shapes: B batch, H heads, a multiple of H_k key heads, N new tokens, F features of LLN attention, D features of the
 attention among neighbours, V value width, C block size.

@@ -46,7 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "fo
 @dataclass(frozen=True)
 class LLNState:
     """Shapes: B batch, H heads, H_k key heads, F features of LLN attention, D of softmax attention among neighbours
-    (both are those of a head, unless `near_dim` says otherwise), V value width, C block size."""
+    (both are those of a head, unless `near_dim` is given), V value width, C block size."""
 
     mass: Tensor  # (B, H, F) log of the summed exp(b), for each feature
     values: Tensor  # (B, H, F, V) the mean value that each feature points to
@@ -150,7 +150,7 @@ class LLNState:
 
     @property
     def nbytes(self) -> int:
-        """The size of the state, whatever the number of tokens it has seen."""
+        """The size of the state, whatever the number of tokens so far."""
         return sum(x.numel() * x.element_size() for x in self.to_dict().values())
 
     def prefill(

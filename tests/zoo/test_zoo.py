@@ -21,7 +21,7 @@ def same(actual: Tensor, expected: Tensor) -> None:
 
 
 def ignored(name: str) -> set[str]:
-    """Inputs that a mechanism does not look at: tnn mixes tokens by their distance, and its queries are a gate."""
+    """Inputs that a mechanism does not use: tnn mixes tokens by their distance, and its queries are a gate."""
     return {"key"} if name == "tnn" else set()
 
 
@@ -171,7 +171,7 @@ def test_fewer_key_heads(name: str) -> None:
 
 @every
 def test_wider_values(name: str) -> None:
-    """Every mechanism takes values of another width, or says that it does not."""
+    """Every mechanism takes values of another width, or declares that it does not."""
     query, key, value = tokens(65)
     wide = torch.cat((value, value[..., :3]), dim=-1)
     module = make(name)

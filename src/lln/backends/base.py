@@ -175,7 +175,7 @@ class Backend(ABC):
             recurrence: one that `why_not_advance` has no reason against.
 
         Returns:
-            Both, with the outputs of the branches apart if the recurrence asks for it.
+            Both, with the outputs of the branches apart if the recurrence is to have them.
 
         Raises:
             NotImplementedError: the backend has no states.
@@ -237,7 +237,7 @@ def empty_rows(like: Tensor, width: int) -> Tensor:
     """An empty (B, heads, tokens, width) tensor as fused code writes it, whatever the strides of `like`.
 
     Rows of features are contiguous and do not overlap; samples, heads and tokens follow each other as they do in
-    `like`, so that whoever splits or joins heads, or packed sequences, needs no copy.
+    `like`, so that splitting or joining heads, or packed sequences, needs no copy.
     """
     batch, heads, tokens, _ = like.shape
     sample, head, token, _ = like.stride()

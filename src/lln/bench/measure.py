@@ -124,7 +124,7 @@ def predict(lengths: Sequence[int], values: Sequence[float], length: int, *, qua
     """What the value would be at `length`: a + b N, or a + b N + c N², fitted with a, b, c >= 0 to relative errors.
 
     At least the largest value of a shorter input, which a fit to values that scatter can be below. None with fewer than
-    two values, which say nothing about growth.
+    two values, which give no growth.
     """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 

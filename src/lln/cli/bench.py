@@ -1,6 +1,6 @@
 """`lln bench`: time and memory on this machine, and the forms of LLN on a pretrained model.
 
-Every command measures, prints tables, and writes a result file if asked.
+Every command measures, prints tables, and writes a result file if --out is given.
 """
 
 import os
@@ -29,8 +29,8 @@ Out = Annotated[
         help="Record the numbers in this result file (.jsonl), pictures beside it; a run that was stopped continues."
     ),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what --out already has.")]
-Goals = Annotated[bool, typer.Option("--goals", help="Say which of the library's goals are met.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what --out already has.")]
+Goals = Annotated[bool, typer.Option("--goals", help="Print which of the library's goals are met.")]
 SharedOptions = Annotated[
     list[str],
     typer.Option(
@@ -50,7 +50,7 @@ def attention(
     heads: int = 12,
     head_dim: int = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    causal: Annotated[bool, typer.Option("--causal", help="A token sees those before it alone.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Tokens attend only to those up to themselves.")] = False,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="No gradients.")] = False,
     option: SharedOptions = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -180,7 +180,7 @@ def decode(
     if goals:
         check((), recording.result)
     if {row["tokens"] for row in recording.rows} >= set(tokens):
-        errors.print(f"{out} already has all of this; --fresh measures it anew.")
+        errors.print(f"{out} already has all of this; --fresh measures it again.")
     else:  # all contexts are timed in the same rounds, so nothing of an earlier run can be kept
         recording.drop(recording.rows)
         warn_of_noise(recording)

@@ -25,7 +25,7 @@ def start_recording(
     fresh: bool,
     kernel: dict[str, str | None] | None,
 ) -> "Recording":
-    """The recording of a measurement, which continues the one in `out` unless it is to begin anew."""
+    """The recording of a measurement, which continues the one in `out` unless it is to begin again."""
     from lln.bench.recording import Recording
 
     command = bench_command(context, "out", "json", "fresh", "goals", "workers")
@@ -40,7 +40,7 @@ def run_name(run: str, options: Mapping[str, Any]) -> str:
 def measure_rows(recording: "Recording", rows: Iterable["Row"], *, total: int) -> None:
     """Put rows into the recording as they come."""
     if len(recording.rows) >= total:
-        errors.print(f"{recording.path} already has all of this; --fresh measures it anew.")
+        errors.print(f"{recording.path} already has all of this; --fresh measures it again.")
         return
     warn_of_noise(recording)
     with Progress(recording.result.run, total, completed=len(recording.rows)) as bar:
@@ -66,7 +66,7 @@ def finish(
     json: bool,
     goals: Sequence["Goal"] = (),
 ) -> None:
-    """Print the tables, write the result file, draw the pictures, and say which goals are met."""
+    """Print the tables, write the result file, draw the pictures, and print which goals are met."""
     from lln.report.goals import check, goals_table
 
     print_tables(tables(recording.result), as_json=json)

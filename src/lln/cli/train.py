@@ -21,7 +21,7 @@ app = typer.Typer(
 EXPERIMENTS: dict[str, tuple[type[TrainConfig], str, str]] = {
     "mlm": (MlmConfig, "lln.tasks.mlm", "Pre-train RoBERTa on text by masked language modelling."),
     "glue": (GlueConfig, "lln.tasks.glue", "Fine-tune a pre-trained model on a GLUE task."),
-    "vision": (VisionConfig, "lln.tasks.vision", "Train a ViT to tell dogs from cats."),
+    "vision": (VisionConfig, "lln.tasks.vision", "Train a ViT to classify pictures of dogs and cats."),
     "lra": (LraConfig, "lln.tasks.lra.train", "Train and test a small encoder on a task of the Long Range Arena."),
 }
 

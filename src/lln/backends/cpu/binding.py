@@ -284,13 +284,13 @@ def _pointers(memory: Memory) -> tuple[int, ...]:
 
 
 def _note_change(overwritten: list[Tensor]) -> None:
-    """Tell autograd that tensors were overwritten, so that it refuses to use what it saved of them."""
+    """Mark tensors as overwritten for autograd, which then refuses to use what it saved of them."""
     if not overwritten[0].is_inference():
         increment_version(overwritten)
 
 
 def _run(function: Any, *arguments: Any) -> int:
-    """Call the C code; what is passed to `pack` lives until it returns."""
+    """Call the C code; what is passed to `pack` is kept until it returns."""
     return checked(function(pack(*arguments)))
 
 

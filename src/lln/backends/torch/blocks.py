@@ -50,7 +50,7 @@ def cut_blocks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
 
 
 def join_blocks(x: Tensor, tokens: int) -> Tensor:
-    """The first tokens of blocks; a slice would make a compiler ask whether the last block was full."""
+    """The first tokens of blocks; a slice would make a compiler specialise on whether the last block is full."""
     return pad(x.flatten(2, 3), (0, 0, 0, tokens - x.shape[2] * x.shape[3]))
 
 
@@ -166,7 +166,7 @@ def _forward(
         q, k, v = (x.reshape(x.shape[0], -1, size, x.shape[3]) for x in (q, k, v))
         nonfinite = None
         if is_causal and not (is_readable(every := k.isfinite().all() & v.isfinite().all()) and bool(every)):
-            # A product with a weight of 0 would spoil earlier rows. A key that is not finite spoils all that see it.
+            # A product with a weight of 0 would spoil earlier rows. A key that is not finite spoils all rows with it.
             # Clones keep the strides, on which it depends how a product is rounded.
             nonfinite_key = ~k.isfinite().all(dim=-1, keepdim=True)
             k, v = k.clone().masked_fill_(nonfinite_key, 0.0), v.clone().masked_fill_(nonfinite_key, torch.nan)
