@@ -379,7 +379,7 @@ class LLNState:
         if key_weight is not None:
             key_weight = read_key_weight(key_weight, query, key)
         centers = None if self.center_q is None or self.center_k is None else (self.center_q, self.center_k)
-        tokens = (query, key, value, keep, memory, self.alpha, self.beta, self.matching, self.form, key_weight)
+        tokens = (query, key, value, memory, keep, self.alpha, self.beta, self.matching, self.form, key_weight)
         recurrence = Recurrence(*tokens, self.near, near_query, near_key, apart, in_place, centers)
         return advance(recurrence, signature if query.shape[2] == 1 else None, self._steps)
 

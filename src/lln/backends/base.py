@@ -159,10 +159,7 @@ class Backend(ABC):
             >>> backend, state = lln.backends.BACKENDS[-1], lln.LLNState.empty(1, 2, 16)
             >>> tokens = torch.randn(3, 1, 2, 1, 16)
             >>> sums = (state.mass, state.values, state.count, state.query_sums, state.key_sums)
-            >>> memory = lln.recurrence.Memory(*sums, recent_key=None, recent_value=None)
-            >>> options = {"keep": None, "alpha": None, "beta": None, "matching": "variance", "form": "paper"}
-            >>> options |= {"key_weight": None, "near": "blocks", "near_query": None, "near_key": None}
-            >>> recurrence = Recurrence(*tokens, memory=memory, **options, apart=False, in_place=False)
+            >>> recurrence = Recurrence(*tokens, lln.recurrence.Memory(*sums))
             >>> backend.why_not_advance(recurrence) is None
             True
         """
@@ -184,10 +181,7 @@ class Backend(ABC):
             >>> backend, state = lln.backends.BACKENDS[-1], lln.LLNState.empty(1, 2, 16)
             >>> tokens = torch.randn(3, 1, 2, 1, 16)
             >>> sums = (state.mass, state.values, state.count, state.query_sums, state.key_sums)
-            >>> memory = lln.recurrence.Memory(*sums, recent_key=None, recent_value=None)
-            >>> options = {"keep": None, "alpha": None, "beta": None, "matching": "variance", "form": "paper"}
-            >>> options |= {"key_weight": None, "near": "blocks", "near_query": None, "near_key": None}
-            >>> recurrence = Recurrence(*tokens, memory=memory, **options, apart=False, in_place=False)
+            >>> recurrence = Recurrence(*tokens, lln.recurrence.Memory(*sums))
             >>> backend.advance(recurrence).output.shape
             torch.Size([1, 2, 1, 16])
         """
@@ -206,10 +200,7 @@ class Backend(ABC):
             >>> backend, state = lln.backends.BACKENDS[-1], lln.LLNState.empty(1, 2, 16)
             >>> tokens = torch.randn(3, 1, 2, 1, 16)
             >>> sums = (state.mass, state.values, state.count, state.query_sums, state.key_sums)
-            >>> memory = lln.recurrence.Memory(*sums, recent_key=None, recent_value=None)
-            >>> options = {"keep": None, "alpha": None, "beta": None, "matching": "variance", "form": "paper"}
-            >>> options |= {"key_weight": None, "near": "blocks", "near_query": None, "near_key": None}
-            >>> recurrence = Recurrence(*tokens, memory=memory, **options, apart=False, in_place=True)
+            >>> recurrence = Recurrence(*tokens, lln.recurrence.Memory(*sums), in_place=True)
             >>> backend.prepare_step(recurrence) is None
             True
         """

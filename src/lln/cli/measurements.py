@@ -1,8 +1,11 @@
-"""What all commands of `lln bench` do with their rows: record them, print tables, write the file, draw pictures."""
+"""What the commands of `lln bench` share: options, and what is done with rows.
+
+Rows are recorded, tables printed, the file written, pictures drawn.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +17,26 @@ if TYPE_CHECKING:
     from lln.report.goals import Goal
     from lln.report.table import Table
     from lln.results import Result, Row
+
+Lengths = Annotated[str | None, typer.Option(help="Numbers of tokens, separated by commas; by default all of them.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Record the numbers in this result file (.jsonl), pictures beside it; a run that was stopped continues."
+    ),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what --out already has.")]
+OutAgain = Annotated[Path | None, typer.Option(help="Record the numbers in this result file (.jsonl).")]
+Goals = Annotated[bool, typer.Option("--goals", help="Print which of the library's goals are met.")]
+SharedOptions = Annotated[
+    list[str],
+    typer.Option(
+        "--option", help="Option of the mechanisms that have it, as block_size=64; may be given several times."
+    ),
+]
+Heads = Annotated[int, typer.Option(help="Attention heads.")]
+HeadDim = Annotated[int, typer.Option(help="Features of a head.")]
+MaxSeconds = Annotated[float, typer.Option(help="Leave out, and predict, calls of more seconds than this.")]
 
 
 def start_recording(

@@ -250,7 +250,7 @@ def _pack_advance(
     recurrence: Recurrence, output: Tensor, near: Tensor | None, lse: Tensor | None, after: Memory
 ) -> bytes:
     """An Advance of job.h."""
-    query, key, value, keep, memory, alpha, beta = recurrence[:7]
+    query, key, value, memory, keep, alpha, beta = recurrence[:7]
     (batch, heads, tokens, width), (_, key_heads, _, value_width) = query.shape, value.shape
     near_query = query if recurrence.near_query is None else recurrence.near_query
     near_key = key if recurrence.near_key is None else recurrence.near_key
