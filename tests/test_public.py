@@ -190,11 +190,6 @@ def test_every_command_in_the_documents_exists():
             assert verb in known, f"{document.name}: lln {verb}"
 
 
-def test_counts_in_the_documents():
-    assert "twenty-nine mechanisms" in (ROOT / "CHANGELOG.md").read_text()
-    assert len(lln.zoo.names()) == 29
-
-
 def test_one_version():
     with (ROOT / "pyproject.toml").open("rb") as file:
         version = tomllib.load(file)["project"]["version"]

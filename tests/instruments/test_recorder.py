@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lln
 from lln.instruments import Recorder, read_records, spectral_gap, write_table
 from lln.instruments.capture import Capture
+from lln.instruments.heads import SCALARS
 from lln.nn import LLNAttention, LLNDiagAttention
 
 
@@ -174,7 +175,7 @@ def test_table_and_json(tmp_path: Path) -> None:
     lines = (tmp_path / "r.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["temperature"] is None
     text = write_table(records, tmp_path / "table.csv").read_text().splitlines()
-    assert text[0].startswith("step,layer,kind,head,tokens,keys,limit,temperature,entropy,gap,bias,alpha,beta")
+    assert text[0].startswith(",".join(("step,layer,kind,head,tokens,keys,limit", *SCALARS)))
     assert len(text) == 3
 
 
