@@ -1,4 +1,4 @@
-"""The mechanism: Linear Log-Normal attention (section 4 of the paper), its block-diagonal companion, and both together.
+"""The mechanism: Linear Log-Normal attention (section 4 of the paper), softmax attention inside blocks, and both.
 
 Shapes: B batch, H heads, N queries, M keys, D features of a head, Dv value width. Tensors are (B, H, N, D), as in
 `torch.nn.functional.scaled_dot_product_attention`; key and value may have fewer heads, of which H is a multiple (GQA).

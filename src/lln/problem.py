@@ -59,7 +59,7 @@ class NearOptions(TokenOptions, total=False):
 
 
 class Options(FarOptions, NearOptions, total=False):
-    """LLN attention and its companion."""
+    """LLN attention and softmax attention among neighbours."""
 
 
 DEFAULTS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Where a number comes from: the machine, the versions and the commit that every recorded result carries.
+"""Where a number comes from: the machine, the versions and the commit that every recorded result has.
 
 `read_json` reads back what was recorded.
 """

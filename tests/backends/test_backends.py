@@ -26,7 +26,7 @@ def test_the_tests_run_on_every_backend_of_this_machine(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("call", CALLS)
 def test_the_fused_code_takes_every_call(tokens, call, dtype, is_causal):
-    """Where a test skips what a backend refuses, this one notices that it refuses what it should not."""
+    """Where a test skips what a backend refuses, this one fails if it refuses what it should not."""
     inputs = tokens(H=4, Hk=2, N=90, D=16, Dv=40, dtype=dtype)
     name, options = options_of(call, is_causal, inputs)
     with backends.use("cpu"):

@@ -191,7 +191,7 @@ def _signed(
 
 
 def join(candidate: Candidate, far: Tensor, near: Tensor | None) -> Tensor:
-    """The average with the companion, which stands alone beside uniform attention."""
+    """The average with the near branch, which is taken alone with uniform attention."""
     if near is None:
         return far
     return near if candidate.mechanism == "uniform" else (far + near) / 2
@@ -225,8 +225,8 @@ class LayerComparison:
         output = matrix @ self.value
         logs, wanted = (x.clamp(min=FLOOR).log2() for x in (matrix, self.softmax))
         row: Row = {}
-        for near, companion in self.near.items():
-            difference = join(candidate, output, companion) - self.output
+        for near, near_output in self.near.items():
+            difference = join(candidate, output, near_output) - self.output
             row[column("error", near)] = difference.norm().item() / self.unit
         row["correlation"] = self._correlation(logs, wanted)
         row["divergence"] = (self.softmax * (wanted - logs)).sum(dim=-1).mean().item()

@@ -81,7 +81,7 @@ def _running_server() -> subprocess.Popen[bytes]:
     global _server
     if _server is None or _server.poll() is not None:
         # -P: this folder is not a place to import from. A session of its own: an interrupt from the terminal is for the
-        # process that asks.
+        # process that waits.
         _server = subprocess.Popen(
             [sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,

@@ -33,7 +33,7 @@ def add_command(name: str, config: type[TrainConfig], module: str, help: str) ->
         preset: str, out: Path | None, data_dir: Path | None, quiet: bool, record: Path | None, **flags: Any
     ) -> None:
         settings = config.preset(preset, **changed(flags))
-        train = import_module(module).train  # only now: it brings transformers, accelerate and datasets
+        train = import_module(module).train  # only now: it imports transformers, accelerate and datasets
         if record is None:
             train(settings, out=out, data_dir=data_dir, quiet=quiet)
             return

@@ -199,7 +199,7 @@ def _keep(made: Path, folder: Path, prefix: str) -> Path:
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # some network file systems have no such call, and a loss would be noticed
+    with contextlib.suppress(OSError):  # some network file systems have no such call, and a lost file is compiled again
         place = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(place)
@@ -238,7 +238,7 @@ def _version(compiler: str) -> str:
 def _share_threads(library: ctypes.CDLL) -> None:
     """Pass the entry points of torch's OpenMP library, so that both work with one team of threads.
 
-    Two teams would fight for the cores. Where torch brings no GNU OpenMP, the fused code stays in one thread.
+    Two teams would compete for the cores. Where torch has no GNU OpenMP, the fused code stays in one thread.
     """
     process = ctypes.CDLL(None)
     try:

@@ -1,4 +1,4 @@
-"""Softmax attention inside consecutive blocks of kept tokens, the companion of LLN attention for what is near.
+"""Softmax attention inside consecutive blocks of kept tokens, for what is near, beside LLN attention.
 
 Blocks count kept tokens only, so that padding on the left, on the right or in between moves no block boundary: kept
 tokens are moved to the front and back again. A token that is not kept lies in no block and gets zeros.
