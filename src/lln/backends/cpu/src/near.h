@@ -1,4 +1,4 @@
-/* Softmax attention inside blocks of kept tokens, or in a window around each: for what is near, beside LLN attention. */
+/* Softmax attention inside blocks of kept tokens, or in a window around each: what is near, beside LLN attention. */
 #ifndef LLN_NEAR_H
 #define LLN_NEAR_H
 
