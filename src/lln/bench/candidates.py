@@ -1,7 +1,7 @@
 """What `lln bench attention` compares, each made for a setting and a number of tokens.
 
 `performer` and `nystrom` are the code of performer-pytorch and nystrom-attention where these are installed and run, or
-else the zoo's; `origin` tells which. Every name that is not in `MECHANISMS` is looked up in the zoo.
+else the zoo's; `origin` is which. Every name that is not in `MECHANISMS` is looked up in the zoo.
 """
 
 import os
