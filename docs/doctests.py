@@ -1,4 +1,4 @@
-"""For mkdocstrings: the examples of docstrings as code, which their titles, `Example:`, do not say to griffe."""
+"""For mkdocstrings: the examples of docstrings as code, which their titles, `Example:`, do not mark for griffe."""
 
 import re
 from typing import Any

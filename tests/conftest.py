@@ -23,7 +23,7 @@ if helpers.IS_INTERPRETED:
     BUILTINS = {}
 
     def patch_builtin(package, builder, scope):
-        """As Triton's, which looks for the builtins of its language anew for each call of each function."""
+        """As Triton's, which looks for the builtins of its language again for each call of each function."""
         if package not in BUILTINS:
             BUILTINS[package] = [name for name, x in inspect.getmembers(package) if tl.core.is_builtin(x)]
         for name in BUILTINS[package]:
@@ -70,7 +70,7 @@ def four_threads():
 
 @pytest.fixture
 def new_cache(tmp_path, monkeypatch):
-    """LLN_CACHE, with nothing in it but the C code, which each process of a test would compile anew."""
+    """LLN_CACHE, with nothing in it but the C code, which each process of a test would compile again."""
     return helpers.empty_cache(tmp_path, monkeypatch)
 
 

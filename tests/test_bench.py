@@ -18,10 +18,8 @@ from lln.bench.new_process import in_new_process
 from lln.bench.paper import paper_attention
 from lln.bench.peak import peak_of_call
 from lln.cli.bench import app
-from lln.paper import speed, table2
-from lln.report import goals
 from lln.report.speed import attention_tables
-from lln.results import Result, read_results, write_results
+from lln.results import Result, read_results
 
 SMALL = {"heads": 1, "head_dim": 8, "seconds": 0.01}
 
@@ -102,7 +100,7 @@ def test_the_papers_formula_is_lln_attention_with_batch_statistics():
 
 
 @pytest.mark.parametrize("setting", [Setting(3, 16), Setting(3, 16, causal=True), Setting(3, 16, "bfloat16")], ids=str)
-def test_candidates_compute_what_they_say(setting):
+def test_candidates_compute_what_their_names_state(setting):
     torch.manual_seed(0)
     inputs = candidates.random_inputs(setting, 96)
     outputs = {}
@@ -230,7 +228,7 @@ def test_a_run_that_was_stopped_continues(quick, tmp_path, monkeypatch):
 def test_a_damaged_record_is_named(quick, tmp_path):
     out = tmp_path / "a.jsonl"
     out.write_text('{"command": "lln b"}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl is damaged: .*; restore it, or make it anew with `lln bench att"):
+    with pytest.raises(ValueError, match=r"a\.jsonl is damaged: .*; restore it, or make it again with `lln bench att"):
         run(*ATTENTION, "--out", str(out))
 
 
@@ -244,81 +242,6 @@ def test_json(quick):
 def only_result(path):
     (result,) = read_results(path, made_by="lln bench").values()
     return result
-
-
-def attention_result(rows, run="attention-float32"):
-    settings = {"heads": 12, "head_dim": 64, "dtype": "float32", "causal": False, "origins": {}}
-    origin = {"command": "lln bench", "commit": "abc", "torch": "2", "kernel": {}, "noise": [], "threads": 2}
-    return Result(run, origin | {"machine": {"processor": "P", "cores": 2}}, settings, tables={"rows": rows})
-
-
-def ideal_rows(lln_slower=1.0):
-    """Times and memory that meet every goal, unless LLN is slower."""
-    times = {"softmax": lambda n: n * n, "paper": lambda n: 40 * n, "floor": lambda n: 8 * n, "lln": lambda n: 10 * n}
-    times |= {"lln_diag": lambda n: 20 * n, "lln_torch": lambda n: 20 * n}
-    return [
-        {
-            "pass": pass_,
-            "tokens": n,
-            "mechanism": name,
-            "milliseconds": time(n) * (lln_slower if name == "lln" else 1.0),
-            "quartiles": [time(n), time(n)],
-            "peak_bytes": 4 * n,
-            "extra_bytes": n,
-        }
-        for pass_ in attention.PASSES
-        for n in attention.LENGTHS
-        for name, time in times.items()
-    ]
-
-
-def test_goals_are_met_missed_or_not_measured():
-    def verdicts(rows):
-        return {o.goal.text: o.verdict for o in goals.check(goals.ATTENTION_GOALS, attention_result(rows))}
-
-    met = verdicts(ideal_rows())
-    assert set(met.values()) == {"met"}
-    text = "LLN forward is at least 3x as fast as softmax (SDPA) at 256 tokens"
-    assert text in met
-    slower = verdicts(ideal_rows(lln_slower=10.0))
-    assert slower[text] == "missed"
-    assert (
-        slower["LLN+Diag forward takes at most 2.1x the time of LLN at every length from 128 to 16,384 tokens"] == "met"
-    )
-    assert set(verdicts([]).values()) == {"not measured"}
-    one_missing = verdicts([row for row in ideal_rows() if (row["tokens"], row["mechanism"]) != (512, "paper")])
-    assert list(one_missing.values()).count("not measured") == 3
-
-
-def model_result():
-    rows = [
-        {"tokens": 512, "mechanism": name, "seconds": 4.0, "quartiles": [4, 4], "repeats": 1, "peak_bytes": 3e9}
-        for name in model.MECHANISMS
-    ]
-    rows.append({"tokens": 8192, "mechanism": "eager", "skipped": "would take 99 GiB", "predicted_seconds": 1234.0})
-    return attention_result(rows, "model")
-
-
-def test_table_2_has_the_published_numbers_beside_ours(tmp_path):
-    text = "\n".join(table.markdown() for table in table2.parts(model_result()))
-    assert "| LLN | here | 4 |  |" in text
-    assert "| LLN | published | 1 | 6.1 |" in text
-    assert "| LLN+Diag | published | 4.1 | 13.4 |" in text
-    assert "| softmax, explicit matrix | here | 4 | ~1,234 |" in text
-    assert "| softmax, explicit matrix | published | 0.95 | OOM |" in text
-    assert "left out at 8,192 tokens: would take 99 GiB" in text
-    png, *_ = table2.draw(model_result(), tmp_path)
-    assert png.read_bytes()[1:4] == b"PNG"
-
-
-def test_the_page_is_made_from_the_results(tmp_path):
-    assert "Nothing has been measured yet" in speed.make(tmp_path)
-    write_results(tmp_path / "attention.jsonl", [attention_result(ideal_rows())])
-    write_results(tmp_path / "table2.jsonl", [model_result()])
-    made = speed.make(tmp_path)
-    for words in ("times as fast as softmax (SDPA)", "Table 2", "commit abc"):
-        assert words in made
-    assert "| met |" in speed.goals(tmp_path)
 
 
 def test_decoding_holds_a_state_or_a_growing_cache(quick, tmp_path):

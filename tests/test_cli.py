@@ -115,7 +115,7 @@ def test_calibrate_explains(monkeypatch):
         assert text in done.output
 
 
-def test_calibrate_says_whether_the_table_is_the_shipped_one(monkeypatch, tmp_path):
+def test_calibrate_reports_whether_the_table_is_the_shipped_one(monkeypatch, tmp_path):
     for name, value in (("FIT_ENDS", ()), ("ERROR_HEAD_DIMS", ())):
         monkeypatch.setattr(lln.matching.calibration, name, value)
     from lln.matching.curves import TABLE, TABLE_PATH

@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md do what they say: a file and a line in a registry are enough."""
+"""The worked examples of CONTRIBUTING.md do what is written there: a file and a line in a registry are enough."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Public functions outside the core say what they take, return and raise; their examples run."""
+"""Public functions outside the core document what they take, return and raise; their examples run."""
 
 import doctest
 import inspect

@@ -33,7 +33,7 @@ def test_doctor_without_the_command_line_and_with_a_wrong_variable() -> None:
     assert "backends on cpu: error, LLN_BACKEND must be cpu, triton, torch or not set, got 'other'" in done.stdout
 
 
-def test_doctor_says_why_there_is_no_fused_code(monkeypatch) -> None:
+def test_doctor_reports_why_there_is_no_fused_code(monkeypatch) -> None:
     def fail() -> None:
         raise BuildError("no C compiler found")
 
@@ -42,7 +42,7 @@ def test_doctor_says_why_there_is_no_fused_code(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("reason", [None, "triton is too old"])
-def test_doctor_says_that_kernels_for_gpus_were_not_timed(monkeypatch, reason) -> None:
+def test_doctor_reports_that_kernels_for_gpus_were_not_timed(monkeypatch, reason) -> None:
     monkeypatch.setattr(lln.doctor, "missing_reason", lambda: reason)
     shown = dict(lln.doctor.describe())["kernels for GPUs"]
     assert "not timed" in shown if reason is None else shown == f"no, {reason}"

@@ -161,7 +161,7 @@ class Case:
                 x.masked_fill_(~keep[:, None, :, None], noise)
 
     def _make_odd_token(self, draw: random.Random) -> None:
-        """A token that is kept but not finite: whoever comes before it must not see it."""
+        """A token that is kept but not finite: no token before it may attend to it."""
         which = draw.randrange(3)
         if self.layouts[which].name == "dense":
             self.odd_token = draw.randrange(1, self.shapes[0][2])

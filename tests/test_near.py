@@ -51,7 +51,7 @@ def test_the_largest_window(tokens, backend, is_causal):
 
 
 @causal_or_full
-def test_how_far_a_token_sees(backend, is_causal):
+def test_how_far_a_token_attends(backend, is_causal):
     """With equal scores the output is the mean of the values seen, here the numbers of the tokens."""
     size, N = 6, 40
     q, k, v = torch.zeros(1, 1, N, 8), torch.zeros(1, 1, N, 8), torch.arange(N).float()[:, None].expand(1, 1, N, 8)
@@ -85,7 +85,7 @@ def test_padding_shared_keys_and_layouts(tokens, backend, size, far, is_causal):
 @alone_or_mean
 @pytest.mark.parametrize(("size", "padded"), [(64, False), (200, False), (50, True)])
 @only_cpu
-def test_chunks_see_keys_of_their_neighbours(tokens, backend, four_threads, size, padded, far, is_causal):
+def test_chunks_attend_to_keys_of_their_neighbours(tokens, backend, four_threads, size, padded, far, is_causal):
     inputs = tokens(B=1, H=2, Hk=1, N=400, D=16, dtype=torch.float32)
     keep = torch.rand(1, 400) > 0.2 if padded else None
     options = {"block_size": size, "is_causal": is_causal, "key_padding_mask": keep}
@@ -107,7 +107,7 @@ def test_low_precision(tokens, backend, dtype, far, is_causal):
 
 @causal_or_full
 @pytest.mark.parametrize("which", ["key", "value"])
-def test_what_is_not_finite_shows_only_where_it_is_seen(tokens, backend, which, is_causal):
+def test_what_is_not_finite_shows_only_where_it_is_attended_to(tokens, backend, which, is_causal):
     inputs = tokens(B=1, H=1, N=150, D=8, dtype=torch.float32)
     attention = window(lln, False, block_size=20, is_causal=is_causal)
     gradient = torch.randn(1, 1, 150, 8)
@@ -119,7 +119,7 @@ def test_what_is_not_finite_shows_only_where_it_is_seen(tokens, backend, which, 
     inputs[1 if which == "key" else 2][0, 0, 70, 3] = torch.nan
     dirty = run(attention, inputs, gradient)
     assert dirty[0][0, 0, affected].isnan().any(dim=-1).all()
-    for x, y in zip(clean[:2], dirty[:2], strict=True):  # of keys and values: only by the queries that see them
+    for x, y in zip(clean[:2], dirty[:2], strict=True):  # of keys and values: only by the queries that attend to them
         torch.testing.assert_close(x[0, 0, ~affected], y[0, 0, ~affected])
     unrelated = torch.ones(150, dtype=torch.bool)
     unrelated[70 - 40 : 70 + 40] = False

@@ -30,7 +30,7 @@ def gradients_of_past(attention, options, inputs, gradient):
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
 @pytest.mark.parametrize(("attention", "options"), ATTENTIONS.values(), ids=ATTENTIONS)
-def test_gradients_of_the_past_do_not_see_it(backend, attention, options, which, odd, padded):
+def test_gradients_of_the_past_do_not_depend_on_it(backend, attention, options, which, odd, padded):
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(2, h, TOKENS, 8, generator=generator) for h in (4, 2, 2)]
     gradient = torch.randn(2, 4, FIRST_ODD, 8, generator=generator)

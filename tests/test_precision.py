@@ -107,7 +107,7 @@ def test_keys_that_grow_and_grow(tokens, backend):
 @pytest.mark.parametrize("where", [0, 1, 2], ids=["query", "key", "value"])
 @causal_or_full
 def test_input_that_is_not_finite_shows(tokens, backend, where, bad, is_causal):
-    """As in SDPA, the rows that saw it are not finite (and, unlike with SDPA, causal rows before it are)."""
+    """As in SDPA, the rows that attend to it are not finite (and, unlike with SDPA, causal rows before it are)."""
     inputs = tokens(N=20, dtype=torch.float32)
     inputs[where][0, 1, 7, 3] = bad
     sdpa = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=is_causal)

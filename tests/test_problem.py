@@ -98,7 +98,7 @@ def test_block_size(name, mistake):
         getattr(lln, name)(good(), good(), good(), block_size=block_size)
 
 
-def test_what_needs_equal_lengths_says_what_to_use():
+def test_what_needs_equal_lengths_names_what_to_use():
     short = make(B, H, 3, D)
     with pytest.raises(ValueError, match=r"block-diagonal attention needs as many queries as keys.*lln_attention"):
         lln.lln_diag_attention(short, good(), good())

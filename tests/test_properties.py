@@ -1,4 +1,4 @@
-"""Properties that hold on every backend for every input, looked for in inputs that nobody would think of."""
+"""Properties that hold on every backend for every input, searched for in generated inputs."""
 
 import functools
 

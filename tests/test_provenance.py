@@ -1,4 +1,4 @@
-"""Results say where they come from, and only what is true."""
+"""Results record where they come from, and only what is true."""
 
 import subprocess
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_commit_is_only_that_of_our_own_checkout(monkeypatch):
     assert provenance.commit() is None
 
 
-def test_commit_says_whether_the_code_was_changed(tmp_path, monkeypatch):
+def test_commit_records_whether_the_code_was_changed(tmp_path, monkeypatch):
     module, result = tmp_path / "src" / "lln" / "provenance.py", tmp_path / "results" / "speed.json"
     for path in (module, result):
         path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The public surface: names, README, what `import lln` needs, and that the project speaks of itself alone."""
+"""The public surface: names, README, what `import lln` needs, and that the project mentions itself alone."""
 
 import ast
 import doctest
@@ -57,7 +57,7 @@ CALLABLE = {name: x for name, x in documented() if inspect.isroutine(x)}
 
 
 @pytest.mark.parametrize("name", CALLABLE)
-def test_functions_say_what_they_take_return_and_refuse(name):
+def test_functions_document_what_they_take_return_and_refuse(name):
     doc, parameters = inspect.getdoc(CALLABLE[name]), inspect.signature(CALLABLE[name]).parameters.values()
     for section in ("Args:", "Returns:", "Example:", *(("Raises:",) if name not in TAKES_ANYTHING else ())):
         assert section in doc, f"{name} has no {section}"
@@ -67,7 +67,7 @@ def test_functions_say_what_they_take_return_and_refuse(name):
     assert not missing, f"{name} does not describe {missing}"
 
 
-def test_functions_say_what_is_taken_by_default():
+def test_functions_document_what_is_taken_by_default():
     """The site has no signature that shows it: options are keywords of a TypedDict."""
     docs = {name: inspect.getdoc(getattr(lln, name)) for name in ("lln_attention", "block_diagonal_attention")}
     far, near = docs.values()
@@ -77,7 +77,7 @@ def test_functions_say_what_is_taken_by_default():
     assert f"{DEFAULTS['block_size']} by default" in near
 
 
-def test_modules_say_what_they_take():
+def test_modules_document_what_they_take():
     for module in (lln.LLNAttention, lln.LLNDiagAttention, lln.MultiheadAttention):
         doc = inspect.getdoc(module)
         missing = [x for x in inspect.signature(module).parameters if not re.search(rf"\b{x}\b", doc)]
@@ -110,7 +110,7 @@ lln.lln_diag_attention(*torch.randn(3, 1, 1, 9, 8))
     assert done.returncode == 0, done.stderr
 
 
-def test_without_its_extras_the_command_says_what_to_install():
+def test_without_its_extras_the_command_names_what_to_install():
     script = "import sys; sys.modules['typer'] = None; import lln.cli"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
@@ -156,7 +156,7 @@ def test_readme_examples_run(tmp_path, monkeypatch):
 
 
 def make_small_encoder(folder, text):
-    """A folder with a small random BERT, and a tokenizer that knows the words of a text."""
+    """A folder with a small random BERT, and a tokenizer with the words of a text."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -190,11 +190,6 @@ def test_every_command_in_the_documents_exists():
             assert verb in known, f"{document.name}: lln {verb}"
 
 
-def test_counts_in_the_documents():
-    assert "twenty-nine mechanisms" in (ROOT / "CHANGELOG.md").read_text()
-    assert len(lln.zoo.names()) == 29
-
-
 def test_one_version():
     with (ROOT / "pyproject.toml").open("rb") as file:
         version = tomllib.load(file)["project"]["version"]
@@ -209,7 +204,7 @@ def test_citation_names_the_paper():
     assert citation["preferred-citation"]["title"] == "Linear Log-Normal Attention with Unbiased Concentration"
 
 
-def test_every_module_imports_and_says_what_it_is():
+def test_every_module_imports_and_has_a_docstring():
     for path in sorted((ROOT / "src/lln").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         if name.startswith("lln.backends.triton.") and importlib.util.find_spec("triton") is None:

@@ -82,7 +82,7 @@ def test_what_equals_a_valid_option_is_refused():
             lln_diag_attention(*inputs, block_size=wrong)
 
 
-def test_gradients_autocast_and_other_backends_are_seen(monkeypatch):
+def test_gradients_autocast_and_other_backends_are_noticed(monkeypatch):
     inputs = tokens()
     plain = lln_attention(*inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):

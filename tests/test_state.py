@@ -249,7 +249,7 @@ def test_matching_of_the_unbiased_form(tokens, backend, matching, scale):
     ids=str,
 )
 def test_inputs_of_its_own_for_each_branch(tokens, backend, form, near, dtype, width):
-    """LLN attention sees other features than softmax attention, of another width and in the accumulator's dtype."""
+    """LLN attention has other features than softmax attention, of another width and in the accumulator's dtype."""
     near_query, near_key, value = (x.to(dtype) for x in tokens(N=90, D=16, Dv=24, H=4, Hk=2))
     far_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     query, key = (x.to(far_dtype) for x in tokens(N=90, D=width, H=4, Hk=2)[:2])
@@ -275,7 +275,7 @@ def test_inputs_of_its_own_for_each_branch(tokens, backend, form, near, dtype, w
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=CLOSE[dtype])
 
 
-def test_a_window_forgets_what_is_not_finite(tokens, backend):
+def test_a_window_drops_what_is_not_finite(tokens, backend):
     inputs = tokens(N=30, D=16, dtype=torch.float32)
     inputs[2][:, :, 5, 0] = torch.inf
     for cuts in ((0, 30), range(31), (0, 9, 30)):

@@ -84,7 +84,7 @@ def test_other_libraries_show_no_bars_where_there_is_no_terminal(tmp_path):
     assert "entropy" in done.stdout
 
 
-def test_completion_knows_the_verbs():
+def test_completion_lists_the_verbs():
     done = lln_process(_LLN_COMPLETE="complete_bash", COMP_WORDS="lln li", COMP_CWORD="1")
     assert done.stdout.split() == ["linearize"]
     done = lln_process("--help")

@@ -43,7 +43,7 @@ def test_proposition_3_1_is_right_to_3_percent(input_variance: float) -> None:
 
 
 def test_the_denominators_variance_is_subtracted() -> None:
-    """The numerator is one of the N terms of the denominator; with few keys that can be seen."""
+    """The numerator is one of the N terms of the denominator; with few keys that is measurable."""
     logs = torch.log_softmax(math.sqrt(0.5) * normal(8192, 64), dim=-1)
     refined = theory.softmax_log_moments_refined(0.5, num_keys=64)
     of_sum = theory.log_normal_sum(0.5, terms=64).variance

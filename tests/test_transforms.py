@@ -127,7 +127,7 @@ def test_jit_trace_refuses_what_it_would_not_check(tokens):
 
 
 @CASES
-def test_a_dispatch_mode_sees_every_operation(tokens, name, is_causal):
+def test_a_dispatch_mode_records_every_operation(tokens, name, is_causal):
     attention = functools.partial(getattr(lln, name), is_causal=is_causal)
     graph = make_fx(attention)(*tokens(N=40, D=8, dtype=torch.float32))
     others = tokens(N=40, D=8, dtype=torch.float32)

@@ -37,9 +37,9 @@ with warnings.catch_warnings(record=True) as caught:
     ours = lln.lln_attention(x, x, x)
 assert ["no C compiler found" in str(x.message) for x in caught] == [True], caught
 torch.testing.assert_close(ours, lln.reference.lln_attention(x, x, x), atol=1e-4, rtol=1e-4)
-told = dict(lln.doctor.describe())
-assert told["fused C code"].startswith("no, no C compiler found"), told
-assert "cpu: no, no C compiler found" in told["backends on cpu"], told
+found = dict(lln.doctor.describe())
+assert found["fused C code"].startswith("no, no C compiler found"), found
+assert "cpu: no, no C compiler found" in found["backends on cpu"], found
 """
 
 pytestmark = [

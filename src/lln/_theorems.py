@@ -1,6 +1,6 @@
 """Numerical checks of the paper's theorems and lemmas; `lln.theory` is where to import them from.
 
-A check computes both sides of a statement independently, in float64, and says what was claimed and what was measured.
+A check computes both sides of a statement independently, in float64, and gives what was claimed and what was measured.
 Letters: x (..., N) rows of scores, tau the temperature, p = softmax(x / tau) (eq. 19), mu the sum of p_i x_i.
 """
 
@@ -171,7 +171,7 @@ def check_theorem_3_4(rows: Tensor, temperature: float) -> Check:
 
 @torch.no_grad()
 def check_theorem_3_3(matrix: Tensor) -> GapCheck:
-    """lambda_2² is the variance along the major principal component of the centred P: so says the theorem.
+    """lambda_2² is the variance along the major principal component of the centred P, as the theorem states it.
 
     It holds for normal matrices, which are doubly stochastic, so never for a biased one. For others the proof takes
     eigenvectors of the centred P for its principal components; what it shows is that the variance along lambda_2's own

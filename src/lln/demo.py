@@ -79,7 +79,7 @@ def concentration_rows(seed: int) -> Iterator[Row]:
 def cost_rows(seed: int) -> Iterator[Row]:
     """Forward time and peak memory over the number of tokens, against torch's softmax attention.
 
-    On one thread: on a machine that does other things too, two threads wait for each other, and times say little.
+    On one thread: on a machine that does other things too, two threads wait for each other, and times mean little.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

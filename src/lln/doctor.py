@@ -12,14 +12,14 @@ from lln.backends.triton import missing_reason
 from lln.provenance import commit, processor
 
 PACKAGES = ("lln-attention", "torch", "transformers", "triton", "numpy", "scipy")
-NOT_TIMED = "compiled and checked in an interpreter, not timed; docs/gpu.md says how to time them"
+NOT_TIMED = "compiled and checked in an interpreter, not timed; docs/gpu.md describes how to time them"
 VARIABLES = ("LLN_BACKEND", "LLN_CACHE", "LLN_DATA", "OMP_NUM_THREADS", "CC")
 
 
 def describe() -> list[tuple[str, str]]:
     """Names and values: versions, processor, threads, and which backends run, or why they do not.
 
-    Backends are asked about attention in float32 with heads of 64, on the CPU and, where there is one, on the GPU.
+    Backends are those for attention in float32 with heads of 64, on the CPU and, where there is one, on the GPU.
     """
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     found = [(name, _version(name)) for name in PACKAGES]

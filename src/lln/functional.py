@@ -1,4 +1,4 @@
-"""The mechanism: Linear Log-Normal attention (section 4 of the paper), its block-diagonal companion, and both together.
+"""The mechanism: Linear Log-Normal attention (section 4 of the paper), softmax attention inside blocks, and both.
 
 Shapes: B batch, H heads, N queries, M keys, D features of a head, Dv value width. Tensors are (B, H, N, D), as in
 `torch.nn.functional.scaled_dot_product_attention`; key and value may have fewer heads, of which H is a multiple (GQA).
@@ -56,7 +56,7 @@ def lln_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Q
         cu_seqlens: where packed sequences start and the last ends, for a batch of 1: (sequences + 1,) int32, see
             `lln.packed`.
         query_padding_mask: which queries count in the statistics; by default, when N = M, those of `key_padding_mask`.
-        is_causal: query i sees the keys up to i, and so do its statistics; needs N = M. By default it is not.
+        is_causal: query i attends to the keys up to i, and so do its statistics; needs N = M. By default it is not.
         alpha, beta: positive numbers, or tensors of shape (), (H,), (B, H) or (B, H, tokens), which may require
             gradients; by default matched.
         matching: "variance" (the default), "entropy" or "linear", see `lln.match_moments`.
@@ -88,10 +88,10 @@ def block_diagonal_attention(query: Tensor, key: Tensor, value: Tensor, **option
 
     Args:
         query, key, value, key_padding_mask, cu_seqlens: as in `lln_attention`, with N = M, which may be any number.
-        is_causal: a query sees no key after its own.
+        is_causal: a query attends to no key after its own.
         block_size: tokens of a block or of a window, 64 by default.
-        near: "blocks" (the default): a query sees the keys of its block; "window": the `block_size` kept tokens around
-            it, its own included, with `is_causal=True` the last `block_size`.
+        near: "blocks" (the default): a query attends to the keys of its block; "window": the `block_size` kept tokens
+            around it, its own included, with `is_causal=True` the last `block_size`.
 
     Returns:
         (B, H, N, Dv) in the dtype of the input; zeros for a token that is not kept.
@@ -134,7 +134,7 @@ def lln_diag_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unp
 def attention_matrix(
     query: Tensor, key: Tensor, *, kind: Kind = "lln", block_size: int | None = None, **options: Unpack[FarOptions]
 ) -> Tensor:
-    """The explicit attention matrix (B, H, N, M) of one of our mechanisms or of softmax, for looking at.
+    """The explicit attention matrix (B, H, N, M) of one of our mechanisms or of softmax, for inspection.
 
     An attention is linear in its values, so its matrix is what it makes of the identity: the mechanism itself runs.
     It needs O(N M) memory; the rows of a sample without any kept key are zero.
@@ -232,7 +232,7 @@ def match_moments(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, far: bool, near: Near | None, options: Any) -> Tensor:
-    """LLN attention (`far`), attention among neighbours (`near`, unless the options say another), or their mean."""
+    """LLN attention (`far`), attention among neighbours (`near`, unless the options name another), or their mean."""
     given = options_signature(options)
     signature = None if given is None else signature_of(query, key, value, far, near, given)
     prepared = CALLS.find(signature)

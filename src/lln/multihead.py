@@ -80,7 +80,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         kind = LLNDiagAttention if attention == "lln_diag" else LLNAttention
         self.attention = kind(num_heads, self.head_dim, **options).to(device=device, dtype=dtype)
         # nn.TransformerEncoderLayer computes softmax attention from our parameters, past our forward, when it takes its
-        # fast path; it does not where queries, keys and values differ in width, so that is what this module says.
+        # fast path; it does not where queries, keys and values differ in width, so that is what this module reports.
         self._one_projection = self._qkv_same_embed_dim
         self._qkv_same_embed_dim = False
 
@@ -170,7 +170,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @contextmanager
     def _not_tracking(self) -> Iterator[None]:
-        """Look at the attention once more without counting the input twice in its running averages."""
+        """Compute the attention once more without counting the input twice in its running averages."""
         averages = {name: x.clone() for name, x in self.attention.named_buffers()}
         yield
         for name, average in averages.items():

@@ -1,6 +1,6 @@
 """Packed sequences: several, one after the other, in a batch of 1, as flash-attention's varlen functions have it.
 
-`cu_seqlens` (sequences + 1,) says where each starts and where the last ends. Every sequence becomes a sample, so that
+`cu_seqlens` (sequences + 1,) gives where each starts and where the last ends. Every sequence becomes a sample, so that
 everything that is done per sample, statistics, blocks, windows and causal attention, is done per sequence, by any
 backend and any mechanism:
 
@@ -88,7 +88,7 @@ def _attend_packed(
     starts = _read_starts(cu_seqlens, query)
     for name in MASKS:
         if options.pop(name, None) is not None:
-            raise ValueError(f"cu_seqlens says where sequences end, so there is no padding; leave {name} out")
+            raise ValueError(f"cu_seqlens gives the ends of sequences, so there is no padding; leave {name} out")
     if options.get("scope") == "batch":
         raise ValueError('scope="batch" takes statistics over all sequences; with cu_seqlens use scope="sample"')
     for name in ("alpha", "beta"):

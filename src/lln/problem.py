@@ -24,13 +24,13 @@ Centers = tuple[Tensor, Tensor]
 
 
 class TokenOptions(TypedDict, total=False):
-    """Which tokens there are, and which of them see which."""
+    """Which tokens there are, and which of them attend to which."""
 
     key_padding_mask: Tensor | None  # (B, M) bool with True = keep, or (B,) lengths
     cu_seqlens: (
         Tensor | None
     )  # where packed sequences start and the last ends: (sequences + 1,) int32, for a batch of 1
-    is_causal: bool  # query i sees the keys up to i, and so do its statistics; needs N = M
+    is_causal: bool  # query i attends to the keys up to i, and so do its statistics; needs N = M
 
 
 class FarOptions(TokenOptions, total=False):
@@ -59,7 +59,7 @@ class NearOptions(TokenOptions, total=False):
 
 
 class Options(FarOptions, NearOptions, total=False):
-    """LLN attention and its companion."""
+    """LLN attention and softmax attention among neighbours."""
 
 
 DEFAULTS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Where a number comes from: the machine, the versions and the commit that every recorded result carries.
+"""Where a number comes from: the machine, the versions and the commit that every recorded result has.
 
 `read_json` reads back what was recorded.
 """
@@ -29,7 +29,7 @@ def read_json(path: Path, remedy: str, *, kind: type = dict) -> Any:
     """The object, or other `kind` of content, of a JSON file that was written here.
 
     Raises:
-        ValueError: if the file is damaged; it names the file and says what to do, which is `remedy`.
+        ValueError: if the file is damaged; the message names the file and what to do, which is `remedy`.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The next tokens of a state, validated: what `LLNState` hands to a backend, and what comes back.
+"""The next tokens of a state, validated: what `LLNState` passes to a backend, and what it returns.
 
 Shapes: B batch, H heads, a multiple of H_k key heads, N new tokens, F features of LLN attention, D features of the
 attention among neighbours, V value width, C block size.
@@ -34,8 +34,9 @@ class Memory(NamedTuple):
     num_tokens: Tensor  # (B,) kept tokens so far
     query_sums: Tensor  # (B, H, 3) what alpha and beta need of all queries, see `moments.PrefixSums`
     key_sums: Tensor  # (B, H, 3)
-    recent_key: Tensor | None  # (B, H_k, C, D) the last tokens, kept token t at place t % C; None without neighbours
-    recent_value: Tensor | None  # (B, H_k, C, V)
+    # (B, H_k, C, D) the last tokens, kept token t at place t % C; None without neighbours
+    recent_key: Tensor | None = None
+    recent_value: Tensor | None = None  # (B, H_k, C, V)
 
 
 class Recurrence(NamedTuple):
@@ -44,18 +45,19 @@ class Recurrence(NamedTuple):
     query: Tensor  # (B, H, N, F) of LLN attention, in the dtype of the tokens or of the accumulator
     key: Tensor  # (B, H_k, N, F)
     value: Tensor  # (B, H_k, N, V) in the dtype of the tokens
-    keep: Tensor | None  # (B, N) bool; None: all
     memory: Memory
-    alpha: Tensor | None  # (B, H); None: matched to the tokens so far
-    beta: Tensor | None
-    matching: Matching
-    form: Form
-    key_weight: Tensor | None  # (B, H, N) log-weights in the accumulator's dtype, added to all features of b
-    near: Near  # where the neighbours of a token are
-    near_query: Tensor | None  # (B, H, N, D) of the attention among them, in the dtype of the tokens; None: `query`
-    near_key: Tensor | None  # (B, H_k, N, D); None: `key`
-    apart: bool  # both branches, in the accumulator's dtype; otherwise their mean, in the dtype of the tokens
-    in_place: bool  # the tensors of `memory` may be overwritten
+    keep: Tensor | None = None  # (B, N) bool; None: all
+    alpha: Tensor | None = None  # (B, H); None: matched to the tokens so far
+    beta: Tensor | None = None
+    matching: Matching = "variance"
+    form: Form = "paper"
+    key_weight: Tensor | None = None  # (B, H, N) log-weights in the accumulator's dtype, added to all features of b
+    near: Near = "blocks"  # where the neighbours of a token are
+    # (B, H, N, D) of the attention among them, in the dtype of the tokens; None: `query`
+    near_query: Tensor | None = None
+    near_key: Tensor | None = None  # (B, H_k, N, D); None: `key`
+    apart: bool = False  # both branches, in the accumulator's dtype; otherwise their mean, in the dtype of the tokens
+    in_place: bool = False  # the tensors of `memory` may be overwritten
     centers: Centers | None = None  # of the decomposed form, (B, H, F) and (B, H_k, F) in the accumulator's dtype
 
 

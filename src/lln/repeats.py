@@ -42,7 +42,7 @@ def signature_of(query: Tensor, key: Tensor, value: Tensor, *others: Hashable) -
 def options_signature(options: dict[str, Any]) -> Signature | None:
     """Options with their types, since True equals 1; None if one of them is a tensor.
 
-    Centres, whose values need no look, count by where they are: a prepared call keeps them alive and reads them there.
+    Centres, whose values are not read, count by their address: a prepared call holds a reference and reads them there.
     """
     if not options:
         return ()

@@ -3,7 +3,7 @@
     {"run": "mlm-lln", "command": ..., "commit": ..., "seed": ..., "machine": ..., "settings": {...}, "summary": {...},
      "training": {"step": [...], "loss": [...]}, "evaluations": {...}, "heads": {...}}
 
-`run` is the name by which a run is found, and a file has it once. `settings` is what was asked for, `summary` what was
+`run` is the name by which a run is found, and a file has it once. `settings` is what was requested, `summary` what was
 found in the end. `TABLES` are tables of what was measured on the way, by columns; a column with the same value in
 all rows is that value alone. Measurements of time and memory have a table `rows`.
 """
@@ -187,7 +187,7 @@ def read_results(path: Path, *, made_by: str) -> dict[str, Result]:
         lines = read_records(path)
         results = [Result.from_line(line) for line in lines]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}; restore it, or make it anew with `{made_by}`") from error
+        raise ValueError(f"{path} is damaged: {error!r}; restore it, or make it again with `{made_by}`") from error
     return {result.run: result for result in results}
 
 
@@ -270,7 +270,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file under another name, flush it to the disk and rename it, so that it is never seen half-written.
+    """Write a file under another name, flush it to the disk and rename it, so that no reader gets half of it.
 
     Args:
         path: the file, in a folder that exists.

@@ -46,7 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {"matching": MATCHINGS, "near": NEARS, "fo
 @dataclass(frozen=True)
 class LLNState:
     """Shapes: B batch, H heads, H_k key heads, F features of LLN attention, D of softmax attention among neighbours
-    (both are those of a head, unless `near_dim` says otherwise), V value width, C block size."""
+    (both are those of a head, unless `near_dim` is given), V value width, C block size."""
 
     mass: Tensor  # (B, H, F) log of the summed exp(b), for each feature
     values: Tensor  # (B, H, F, V) the mean value that each feature points to
@@ -150,7 +150,7 @@ class LLNState:
 
     @property
     def nbytes(self) -> int:
-        """The size of the state, whatever the number of tokens it has seen."""
+        """The size of the state, whatever the number of tokens so far."""
         return sum(x.numel() * x.element_size() for x in self.to_dict().values())
 
     def prefill(
@@ -379,7 +379,7 @@ class LLNState:
         if key_weight is not None:
             key_weight = read_key_weight(key_weight, query, key)
         centers = None if self.center_q is None or self.center_k is None else (self.center_q, self.center_k)
-        tokens = (query, key, value, keep, memory, self.alpha, self.beta, self.matching, self.form, key_weight)
+        tokens = (query, key, value, memory, keep, self.alpha, self.beta, self.matching, self.form, key_weight)
         recurrence = Recurrence(*tokens, self.near, near_query, near_key, apart, in_place, centers)
         return advance(recurrence, signature if query.shape[2] == 1 else None, self._steps)
 

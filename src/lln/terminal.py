@@ -8,7 +8,7 @@ Results go to standard output; progress and errors go to standard error.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -125,6 +125,3 @@ class Progress:
     ) -> None:
         self._bar.stop()
         sys.stderr.flush()
-
-
-OnStep = Callable[[], object]  # called after each step of a measurement, as Progress.advance

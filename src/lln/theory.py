@@ -6,7 +6,7 @@ decomposed form rests (`lln._decomposition`), on given rows, matrices or inputs.
 in one place.
 
 Letters: N keys, d features of a head, s² = alpha² sigma_q² + beta² sigma_k² the spread (eq. 26). What was measured was
-measured on Gaussian queries and keys (or summands) in float64, over a few draws, unless something else is said.
+measured on Gaussian queries and keys (or summands) in float64, over a few draws, unless stated otherwise.
 """
 
 import math

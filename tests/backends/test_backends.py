@@ -1,4 +1,4 @@
-"""Which backend computes a problem, and how to say which."""
+"""Which backend computes a problem, and how to choose it."""
 
 import threading
 
@@ -15,7 +15,7 @@ from lln.backends.cpu import binding
 
 @pytest.mark.parametrize("name", ALL_BACKENDS)
 def test_the_tests_run_on_every_backend_of_this_machine(name):
-    """This test says which backend is left out, and why."""
+    """Reports which backend is left out, and why."""
     reason = reason_against(name)
     if reason is not None:
         pytest.skip(reason)
@@ -26,7 +26,7 @@ def test_the_tests_run_on_every_backend_of_this_machine(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("call", CALLS)
 def test_the_fused_code_takes_every_call(tokens, call, dtype, is_causal):
-    """Where a test skips what a backend refuses, this one notices that it refuses what it should not."""
+    """Where a test skips what a backend refuses, this one fails if it refuses what it should not."""
     inputs = tokens(H=4, Hk=2, N=90, D=16, Dv=40, dtype=dtype)
     name, options = options_of(call, is_causal, inputs)
     with backends.use("cpu"):
@@ -34,9 +34,9 @@ def test_the_fused_code_takes_every_call(tokens, call, dtype, is_causal):
 
 
 def reasons(*inputs, **options):
-    """What `explain` says of the two backends that are always there."""
-    said = dict(x.split(": ", 1) for x in explain(*inputs, **options).split("; "))
-    return {name: said[name] for name in ("cpu", "torch")}
+    """What `explain` returns for the two backends that are always there."""
+    found = dict(x.split(": ", 1) for x in explain(*inputs, **options).split("; "))
+    return {name: found[name] for name in ("cpu", "torch")}
 
 
 def test_use_leaves_one_backend(tokens, monkeypatch):

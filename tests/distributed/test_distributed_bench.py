@@ -94,7 +94,7 @@ def test_predicted_traffic_is_below_what_is_promised(heads):
 
 
 def test_windows_exceed_it_from_six_processes_on():
-    """As docs/distributed.md says: the halo of windows of 64 stays, what is shared by all approaches its limit."""
+    """As in docs/distributed.md: the halo of windows of 64 stays, what is shared by all approaches its limit."""
     heads = 12
     limit, halo = 4 * heads * (64 * 64 + 64 * 64 + 3 * 64), 2 * 63 * heads * 2 * 64
     shares = {size: (traffic(1_000_000, size, heads, 64)["lln"][2] + halo) / limit for size in (2, 5, 6, 8, 16, 1024)}

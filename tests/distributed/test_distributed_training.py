@@ -49,7 +49,7 @@ CLOCK = ("seconds", "tokens_per_second", "eval_seconds")
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("LLN_BACKEND", "torch")  # processes with this cache would build the C code anew
+    monkeypatch.setenv("LLN_BACKEND", "torch")  # processes with this cache would build the C code again
     monkeypatch.delenv("LLN_DATA", raising=False)
     words = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "in", "ok", "um")]
     rng = np.random.default_rng(0)

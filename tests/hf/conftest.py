@@ -73,7 +73,7 @@ EXTRA = {
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    """Progress bars of transformers say nothing here."""
+    """Without progress bars of transformers."""
     transformers.utils.logging.disable_progress_bar()
 
 

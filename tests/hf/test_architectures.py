@@ -15,7 +15,7 @@ TEXT = {
     "layoutlm": ("layoutlm", {}),  # makes its mask itself, (batch, 1, 1, tokens)
     "markuplm": ("markuplm", {}),  # as well, and hides with -10000
     "modernbert": ("modernbert", {}),  # also makes a mask for a window, which no layer uses
-    "splinter": ("splinter", {}),  # its attention does not say whether it is causal
+    "splinter": ("splinter", {}),  # its attention has no attribute is_causal
     "bert_decoder": ("bert", {"is_decoder": True}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v3": ("deepseek_v3", {}),
@@ -72,7 +72,7 @@ def test_generation(family, make, batch):
 
 
 @pytest.mark.filterwarnings("ignore:the attention of the decoder")
-def test_a_model_that_looks_at_the_keys_of_its_cache(batch):
+def test_a_model_that_reads_the_keys_of_its_cache(batch):
     sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 70}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "cross_attention_layers": [1]}
     config = transformers.models.mllama.MllamaTextConfig(

@@ -255,7 +255,7 @@ def test_a_decoder_can_be_bidirectional(make, batch):
 
 
 def test_masks_of_another_length_are_refused(make, batch):
-    """Also masks of ones, which say nothing about padding."""
+    """Also masks of ones, which mark no padding."""
     ids = batch()["input_ids"]
     for family, options in (("bert", {}), ("llama", {"use_cache": False})):
         model = lln.hf.convert(make(family))
@@ -264,10 +264,10 @@ def test_masks_of_another_length_are_refused(make, batch):
                 model(ids, attention_mask=torch.ones(3, tokens), **options)
 
 
-def test_by_name_needs_a_module_that_says_whether_it_is_causal(make, batch):
+def test_by_name_needs_a_module_with_is_causal(make, batch):
     model = make("splinter")
     model.set_attn_implementation("lln")
-    with pytest.raises(ValueError, match=r"SplinterSelfAttention does not say whether it is causal.*lln\.hf\.convert"):
+    with pytest.raises(ValueError, match=r"SplinterSelfAttention has no attribute is_causal.*lln\.hf\.convert"):
         model(**batch())
 
 
@@ -287,5 +287,5 @@ def test_inputs_that_are_refused(make, batch):
     with pytest.raises(TypeError, match="a transformers model is needed"):
         lln.hf.convert(torch.nn.Linear(2, 2))
     eager = make("roberta", attn_implementation="eager", output_attentions=True)
-    with pytest.raises(ValueError, match="asks for output_attentions"):
+    with pytest.raises(ValueError, match="sets output_attentions"):
         lln.hf.convert(eager)

@@ -128,7 +128,7 @@ def test_cache_operations(make):
 
 
 class Crops(list):
-    """What caches of converted models are asked to take back."""
+    """How many tokens caches of converted models are to remove."""
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_recording_can_begin_and_end(make):
     ids = torch.randint(3, 90, (1, 12))
     with torch.no_grad():
         cache = model(ids[:, :5]).past_key_values
-        assert all(layer.base is None for layer in cache.layers)  # costs nothing until it is asked for
+        assert all(layer.base is None for layer in cache.layers)  # kept only once it is needed
         cache.activate_past_recording()
         model(ids[:, 5:8], past_key_values=cache)
         cache.crop(-3)

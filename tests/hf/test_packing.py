@@ -1,4 +1,4 @@
-"""Packed sequences in converted models: each is computed as it is alone, and none sees another."""
+"""Packed sequences in converted models: each is computed as it is alone, and none attends to another."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_a_decoder_packs_by_position_ids_alone(make, documents):
 @pytest.mark.parametrize("family", DECODERS + ENCODERS)
 def test_each_sequence_is_computed_as_alone(family, way, make, documents):
     if way == "position_ids" and family in ("distilbert", "modernbert"):
-        pytest.skip("keeps position_ids for its embeddings, as the documentation says")
+        pytest.skip("keeps position_ids for its embeddings, as documented")
     model = build(make, family)
     inputs = collated(documents, family, **WAYS[way])
     del inputs["labels"]
@@ -101,7 +101,7 @@ def test_every_mechanism_takes_packed_sequences(attention, make, documents):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-def test_no_sequence_sees_another(family, make, documents):
+def test_no_sequence_attends_to_another(family, make, documents):
     model = build(make, family)
     inputs = collated(documents, family, return_flash_attn_kwargs=True)
     own = slice(sum(LENGTHS[:3]), None)
@@ -192,7 +192,7 @@ REFUSED = {
     "seq_idx": ({"seq_idx": [0] * 12}, r"number of each token's sequence, \(1, 12\), got \(12,\)"),
     "different": (
         {"seq_idx": [[0] * 5 + [1] * 7], "position_ids": [[*range(6), *range(6)]]},
-        r"position_ids and seq_idx say different things .*\[0, 6, 12\] and \[0, 5, 12\]",
+        r"position_ids and seq_idx differ about where .*\[0, 6, 12\] and \[0, 5, 12\]",
     ),
     "padding": (
         {"attention_mask": [[1] * 11 + [0]], "cu_seq_lens_q": [0, 5, 12], "cu_seq_lens_k": [0, 5, 12]},
@@ -211,7 +211,7 @@ def test_what_is_refused(wrong, family, make):
         )
 
 
-def test_ones_beside_packed_sequences_say_nothing(make):
+def test_ones_beside_packed_sequences_change_nothing(make):
     model, ids = build(make, "bert"), torch.randint(3, 90, (1, 12))
     starts = torch.tensor([0, 5, 12], dtype=torch.int32)
     given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}

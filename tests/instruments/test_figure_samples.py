@@ -1,4 +1,4 @@
-"""Figures 6 and 7 say what they show, whatever the number of tokens."""
+"""Figures 6 and 7 state what they show, whatever the number of tokens."""
 
 import pytest
 

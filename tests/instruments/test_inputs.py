@@ -242,7 +242,7 @@ def test_rows_may_be_sampled() -> None:
     np.testing.assert_allclose(row_entropy(sampled), expected, rtol=1e-5)
 
 
-def test_bias_tells_biased_from_unbiased() -> None:
+def test_bias_distinguishes_biased_from_unbiased() -> None:
     """The same entropy twice: every query has its own key, or all have the same one (section 3.2.2)."""
     features = 6.0 * torch.eye(16)[None, None]
     own = features, features
@@ -328,7 +328,7 @@ def test_gap_of_lln_on_one_feature_and_on_equal_keys(tokens) -> None:
 
 
 def test_gap_of_lln_on_hard_features() -> None:
-    """Feature f of a query asks for the key of feature f - 1, so that features form a chain to a fixed point."""
+    """Feature f of a query matches the key of feature f - 1, so that features form a chain to a fixed point."""
     features = 64
     order = torch.randperm(features, generator=torch.Generator().manual_seed(0))
     query, key = torch.zeros(2, 1, 1, features, features, dtype=torch.float64).unbind()

@@ -152,7 +152,7 @@ def test_lognormality_is_scipys() -> None:
             assert_close(logs.ks_distance[b, h], expected)
 
 
-def test_lognormality_tells_lognormal_from_other() -> None:
+def test_lognormality_distinguishes_lognormal_from_other() -> None:
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(400, 400, generator=generator, dtype=torch.float64).softmax(dim=-1)
     flat = torch.rand(400, 400, generator=generator, dtype=torch.float64)
@@ -262,7 +262,7 @@ def one_hot_rows(target: Tensor) -> Tensor:
 
 
 def chain_to_a_fixed_point(n: int) -> Tensor:
-    """Each token looks at the one before it in a random order, the first at itself."""
+    """Each token attends to the one before it in a random order, the first to itself."""
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
     target = torch.empty(n, dtype=torch.long)
     target[order] = order[torch.arange(n).sub(1).clamp(min=0)]
@@ -286,7 +286,7 @@ def test_gap_of_hard_attention(n: int) -> None:
     two[:2, :2] = torch.eye(2)
     two[:2, 2:] = 0.0
     assert_close(spectral_gap(two), 0.0)
-    if n <= 300:  # not all rows are one-hot: the last token of the chain looks at two
+    if n <= 300:  # not all rows are one-hot: the last token of the chain attends to two
         last = int(chain.sum(dim=0).argmin())
         chain[last] = 0.0
         chain[last, (last + 1) % n], chain[last, (last + 2) % n] = 0.5, 0.5

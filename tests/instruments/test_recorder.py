@@ -1,4 +1,4 @@
-"""The recorder: it sees what the attention of a model does, and refuses what it cannot read."""
+"""The recorder: it reads what the attention of a model does, and refuses what it cannot read."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lln
 from lln.instruments import Recorder, read_records, spectral_gap, write_table
 from lln.instruments.capture import Capture
+from lln.instruments.heads import SCALARS
 from lln.nn import LLNAttention, LLNDiagAttention
 
 
@@ -174,7 +175,7 @@ def test_table_and_json(tmp_path: Path) -> None:
     lines = (tmp_path / "r.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["temperature"] is None
     text = write_table(records, tmp_path / "table.csv").read_text().splitlines()
-    assert text[0].startswith("step,layer,kind,head,tokens,keys,limit,temperature,entropy,gap,bias,alpha,beta")
+    assert text[0].startswith(",".join(("step,layer,kind,head,tokens,keys,limit", *SCALARS)))
     assert len(text) == 3
 
 
@@ -217,7 +218,7 @@ def test_unknown_hugging_face_attention_is_said(tmp_path: Path) -> None:
         assert record(model, lambda: model(**inputs_of("bert")), tmp_path / "r.jsonl") == []
 
 
-def test_hugging_face_attention_that_says_its_kind(tmp_path: Path) -> None:
+def test_hugging_face_attention_that_declares_its_kind(tmp_path: Path) -> None:
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:
         return lln.lln_attention(query, key, value, key_padding_mask=mask).transpose(1, 2), None
 
@@ -260,7 +261,7 @@ def test_a_model_without_attention_is_warned_of_once(tmp_path: Path) -> None:
             assert recorder.step() == []
 
 
-def test_sampled_tokens_that_do_not_see_each_other_have_no_gap(tmp_path: Path) -> None:
+def test_sampled_tokens_that_do_not_attend_to_each_other_have_no_gap(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(16, 4, batch_first=True)
     module.in_proj_weight.data[:16] *= 900.0  # only of one head, so that the others keep their gap
@@ -273,7 +274,7 @@ def test_sampled_tokens_that_do_not_see_each_other_have_no_gap(tmp_path: Path) -
 
 
 def test_tokens_that_are_left_with_nothing_are_taken_out() -> None:
-    """Token 3 sees nothing and is padding; token 2 sees token 3 alone, and is left with nothing without it."""
+    """Token 3 attends to nothing and is padding; token 2 attends to token 3 alone, and without it to nothing."""
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[3] = False
     mask[2] = torch.arange(5) == 3

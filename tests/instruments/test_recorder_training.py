@@ -59,7 +59,7 @@ def test_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_closed_recorder_says_so(tmp_path: Path) -> None:
+def test_closed_recorder_is_reported(tmp_path: Path) -> None:
     recorder = Recorder(nn.MultiheadAttention(16, 2), tmp_path / "r.jsonl")
     recorder.close()
     with pytest.raises(ValueError, match="closed"):

@@ -66,7 +66,7 @@ def test_masked_and_prefix_statistics_are_those_of_the_chosen_tokens(tokens):
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 64, 96, 128, 256])
-def test_variance_matching_gives_the_variance_that_was_asked(head_dim):
+def test_variance_matching_gives_the_requested_variance(head_dim):
     for asked in (0.05, 0.5, 2.0, 9.0):
         q, k = gaussian(asked, head_dim)
         got = lln.attention_matrix(q, k, matching="variance").log().flatten(1).var(1).mean().item()

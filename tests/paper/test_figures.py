@@ -1,4 +1,4 @@
-"""Figures 2, 5, 6 and 7: the files, the numbers in them, and what the paper says they show."""
+"""Figures 2, 5, 6 and 7: the files, the numbers in them, and what they show according to the paper."""
 
 import csv
 import importlib
@@ -99,7 +99,7 @@ def test_figure_2_has_what_the_instruments_give(tables) -> None:
         assert float(row["spectral_gap"]) == pytest.approx(instruments.spectral_gap(P).item(), abs=1e-8)
 
 
-def test_figure_2_shows_what_the_paper_says(tables) -> None:
+def test_figure_2_shows_what_the_paper_states(tables) -> None:
     for name in ("entropy_bits", "spectral_gap"):
         softmax = [float(row[name]) for row in tables["figure2"] if row["mechanism"] == "softmax"]
         assert softmax == sorted(softmax)
@@ -197,7 +197,7 @@ def test_the_picture_stands_alone(number: str, tables) -> None:
 
 
 @pytest.mark.parametrize("styles", [figure2.STYLES, figure5.STYLES], ids=["2", "5"])
-def test_no_two_curves_look_alike(styles) -> None:
+def test_no_two_curves_have_the_same_style(styles) -> None:
     assert len({(curve.color, curve.line) for curve in styles.values()}) == len(styles)
     assert len({curve.label for curve in styles.values()}) == len(styles)
 

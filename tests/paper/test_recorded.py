@@ -157,7 +157,7 @@ def test_markdown_of_a_table():
 
 
 class Child:
-    """A process that is finished as soon as it is looked at, and leaves a finished run behind if it is to."""
+    """A process that is finished when it is first polled, and leaves a finished run behind if it is to."""
 
     started: ClassVar[list[list[str]]] = []
     fails: ClassVar[set[str]] = set()
@@ -217,7 +217,7 @@ def test_results_have_no_paths_of_the_machine(tmp_path):
     assert kept.origin["command"] == "lln train glue --out runs/glue --from runs/mlm --data-dir DATA"
 
 
-def test_reproduce_goes_on_when_a_run_fails_and_says_which(child, tmp_path):
+def test_reproduce_goes_on_when_a_run_fails_and_reports_which(child, tmp_path):
     child.fails = {"mlm-lln"}
     with pytest.raises(ValueError, match="5 runs are not finished: mlm-lln, glue-mnli-lln-seed0"):
         reproduce.reproduce("mlm", Request(runs=tmp_path / "r", results=tmp_path / "s"))
@@ -269,7 +269,7 @@ def test_reproduce_finds_out_whether_it_can_write(child, tmp_path):
 @pytest.mark.parametrize("name", ["table2", "table3", "table4", "table5"])
 def test_a_damaged_result_file_is_named(name, content, tmp_path):
     (tmp_path / f"{name}.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=rf"{name}.jsonl is damaged: .*; restore it, or make it anew with `lln "):
+    with pytest.raises(ValueError, match=rf"{name}.jsonl is damaged: .*; restore it, or make it again with `lln "):
         table(name, results=tmp_path, out=tmp_path / "out")
 
 

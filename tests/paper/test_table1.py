@@ -68,7 +68,7 @@ def test_filters():
 
 
 class Child:
-    """A process that is finished as soon as it is looked at, and leaves what the real one would."""
+    """A process that is finished when it is first polled, and leaves what the real one would."""
 
     started: ClassVar[list[list[str]]] = []
     fails: ClassVar[set[str]] = set()

@@ -9,7 +9,7 @@ static Scratch small_scratch(void) {
     return begin_scratch(own_scratch(floats + MAX_GUARDS * GUARD), floats);
 }
 
-/* 20 floats are rounded up to 32 in memory, but the vector is beyond those that were asked for. */
+/* 20 floats are rounded up to 32 in memory, but the vector is beyond those that were requested. */
 EXPORT void vector_behind_a_part(void) {
     Scratch scratch = small_scratch();
     float *part = take(&scratch, 20);

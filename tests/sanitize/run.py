@@ -21,7 +21,7 @@ SANITIZERS = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize
 FLAGS = [*SANITIZERS, "-O1", "-g", "-fno-omit-frame-pointer"]  # -O1: three times as fast to compile as -O3
 # Fresh memory is all NaN, so that what is read before it is written shows in the results, in float32 and 16 bits alike.
 FILL = "max_malloc_fill_size=1000000000:malloc_fill_byte=255"
-# Python frees little at its end, so leaks cannot be told apart; a call of abort() is to show where it was.
+# Python frees little at its end, so leaks cannot be distinguished; a call of abort() is to show where it was.
 OPTIONS = {
     "ASAN_OPTIONS": f"detect_leaks=0:handle_abort=1:{FILL}",
     "UBSAN_OPTIONS": "print_stacktrace=1",

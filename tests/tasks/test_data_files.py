@@ -46,7 +46,7 @@ def test_require_names_what_is_missing(tmp_path):
         folder.require(tmp_path / "train.txt", "WikiText")
 
 
-def test_digests_tell_lists_apart():
+def test_digests_distinguish_lists():
     assert folder.digest(["ab"]) != folder.digest(["a", "b"])
     assert folder.digest(["a", "b"]) == folder.digest([b"a", b"b"])
 
@@ -56,7 +56,7 @@ def test_the_share_of_hashed_keys_is_even():
     assert sum(share < 0.25 for share in shares) == pytest.approx(1000, abs=80)
 
 
-def test_a_cached_file_is_made_once_and_anew_when_damaged():
+def test_a_cached_file_is_made_once_and_again_when_damaged():
     calls = []
 
     def make(path):
@@ -68,7 +68,7 @@ def test_a_cached_file_is_made_once_and_anew_when_damaged():
     assert len(calls) == 1
     for damage in (lambda: path.write_text("precioux"), lambda: path.with_name("thing.txt.sha256").unlink()):
         damage()
-        with pytest.warns(UserWarning, match="making it anew"):
+        with pytest.warns(UserWarning, match="making it again"):
             folder.cached_file("thing.txt", make)
         assert path.read_text() == "precious"
     assert len(calls) == 3

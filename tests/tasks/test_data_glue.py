@@ -64,7 +64,7 @@ def test_published_layouts_are_read(folder):
         read_glue("mnli", "train", folder)
 
 
-def test_the_hub_is_asked_without_a_folder(monkeypatch):
+def test_the_hub_is_used_without_a_folder(monkeypatch):
     rows = datasets.Dataset.from_dict({"sentence": ["s"], "label": [1]})
     asked = []
 

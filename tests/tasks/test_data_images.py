@@ -77,7 +77,7 @@ def test_decoded_pets_are_kept_checked_and_keyed_by_the_archive(tmp_path, monkey
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 255
     file.write_bytes(raw)
-    with pytest.warns(UserWarning, match="making it anew"):
+    with pytest.warns(UserWarning, match="making it again"):
         assert (read_dogs_vs_cats(tmp_path, size=8, split="train").images == first).all()
     zip_pets(tmp_path, dogs=41)
     assert len(read_dogs_vs_cats(tmp_path, size=8, split="train")) == 73
@@ -146,7 +146,7 @@ def test_the_class_of_a_drawn_image_takes_both_discs():
     assert (discs.sum(axis=0) == 2).all()
     assert ((reds & discs).sum(axis=0) % 2 == data.labels).all()  # one red disc of two: different hues
     first = reds[discs.argmax(axis=0), np.arange(2000)]
-    assert abs(np.corrcoef(first, data.labels)[0, 1]) < 0.1  # either alone says nothing
+    assert abs(np.corrcoef(first, data.labels)[0, 1]) < 0.1  # neither alone gives the label
 
 
 def test_what_cannot_be_drawn_is_refused():

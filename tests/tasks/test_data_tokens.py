@@ -54,17 +54,17 @@ def test_a_trained_tokenizer_is_learned_once(documents, tokenizer, monkeypatch):
     monkeypatch.setattr("tokenizers.Tokenizer.train_from_iterator", None)
     again = load_tokenizer("trained", lambda: iter(documents), vocab_size=300, data_dir=None)
     assert again.get_vocab() == tokenizer.get_vocab()
-    with pytest.raises(TypeError):  # other text or another size is learned anew
+    with pytest.raises(TypeError):  # other text or another size is learned again
         load_tokenizer("trained", lambda: documents[1:], vocab_size=300, data_dir=None)
 
 
-def test_a_damaged_tokenizer_is_learned_anew(documents, tokenizer, tmp_path, monkeypatch):
+def test_a_damaged_tokenizer_is_learned_again(documents, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_CACHE", str(tmp_path))
     first = load_tokenizer("trained", lambda: documents, vocab_size=300, data_dir=None)
     assert first.get_vocab() == tokenizer.get_vocab()  # learned in another cache: the same
     (file,) = tmp_path.glob("bpe-*.json")
     file.write_text(file.read_text()[:-100])
-    with pytest.warns(UserWarning, match="making it anew"):
+    with pytest.warns(UserWarning, match="making it again"):
         second = load_tokenizer("trained", lambda: documents, vocab_size=300, data_dir=None)
     assert second.get_vocab() == tokenizer.get_vocab()
 
@@ -211,14 +211,14 @@ def test_marks_in_text_stay_text_but_for_the_unknown_word(tokenizer, tmp_path, m
     assert list(tmp_path.glob("packed-*.arrow")) == [file]
 
 
-def test_damaged_blocks_are_made_anew(documents, tokenizer, tmp_path, monkeypatch):
+def test_damaged_blocks_are_made_again(documents, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_CACHE", str(tmp_path))
     blocks = pack(documents, tokenizer, 16)["input_ids"][:]
     (file,) = tmp_path.glob("packed-*.arrow")
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-    with pytest.warns(UserWarning, match="making it anew"):
+    with pytest.warns(UserWarning, match="making it again"):
         assert pack(documents, tokenizer, 16)["input_ids"][:] == blocks
 
 
@@ -277,7 +277,7 @@ def test_masking_depends_on_seed_epoch_and_index_alone(packed, tokenizer):
     assert not torch.equal(twice[0]["labels"], twice[1]["labels"])
 
 
-def test_masking_sees_a_chosen_part_and_several_chunks(packed, tokenizer):
+def test_masking_covers_a_chosen_part_and_several_chunks(packed, tokenizer):
     chosen = MaskedDataset(packed.select([7, 2]), tokenizer, seed=0)
     joined = MaskedDataset(datasets.concatenate_datasets([packed, packed.select([2, 7])]), tokenizer, seed=0)
 

@@ -123,7 +123,7 @@ def test_padding_changes_nothing(started, attention):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"start": ""}, "say what to start from: --from FOLDER"),
+        ({"start": ""}, "give what to start from: --from FOLDER"),
         ({"start": "nowhere"}, "nowhere is neither a run folder nor a Hugging Face model: it has no config.json"),
         ({"max_length": 64}, "max_length 64 is more than the 40 tokens"),
         ({"options": {"block_size": 4}}, "name it too"),
@@ -144,7 +144,7 @@ def test_pretraining_that_is_not_finished(tmp_path, started):
     with pytest.raises(ValueError, match="is not finished; repeat its command first"):
         pretraining(str(tmp_path))
     (tmp_path / "config.json").write_text('{"experiment": "ml')
-    with pytest.raises(ValueError, match=r"config\.json is damaged: .*; restore it, or begin the run anew"):
+    with pytest.raises(ValueError, match=r"config\.json is damaged: .*; restore it, or begin the run again"):
         pretraining(str(tmp_path))
     (tmp_path / "summary.json").touch()
     (tmp_path / "config.json").write_text('{"experiment": "mlm", "steps": 2, "shape": 1}')

@@ -139,7 +139,7 @@ def test_scores_are_learned_as_numbers(kind, softmax, linear, data, tmp_path):
 
 @pytest.fixture
 def fits(monkeypatch):
-    """Trainings that take no time and find what `found` says of a rate; `seen` is what they were given."""
+    """Trainings that take no time and find what `found` gives for a rate; `seen` is what they were given."""
 
     class Fits:
         found: ClassVar[dict] = {}
@@ -170,7 +170,7 @@ def fits(monkeypatch):
     ids=["by accuracy", "then by loss", "not one that diverges"],
 )
 def test_the_rate_is_chosen_on_held_out_training_data(fits, softmax, data, tmp_path, found, best):
-    """And never on the data that is reported, which no trial sees."""
+    """And never on the data that is reported, which no trial uses."""
     fits.found = found
     config = small(softmax, steps=40, rates=tuple(found), trial_share=0.75)
     summary = train(config, out=tmp_path / "run", data_dir=data, quiet=True)
@@ -211,7 +211,7 @@ def test_equal_texts_are_on_one_side(data):
         split_rows(rows.select([0]))
 
 
-def test_token_types_tell_the_texts_of_a_pair(tokenizer):
+def test_token_types_mark_the_texts_of_a_pair(tokenizer):
     rows = {"text_a": ["w1 w2", "w1"], "text_b": ["w3", "w3 w4"], "label": [0, 1]}
     examples = Sentences(rows, tokenizer, 24, token_types=True)
     batch = pad([examples.example(i, 0) for i in range(2)], 0)
@@ -239,8 +239,8 @@ def test_batches_of_similar_lengths_hold_every_example_once(tokenizer):
     assert [len(in_order.example(i, 0)["input_ids"]) for i in range(203)] == in_order.lengths
 
 
-def test_metrics_see_the_examples_of_all_processes_once(monkeypatch):
-    """Two processes, one after the other; the second one gathers what the first has seen."""
+def test_metrics_get_the_examples_of_all_processes_once(monkeypatch):
+    """Two processes, one after the other; the second one gathers what the first has read."""
 
     class Ten:
         def __len__(self):

@@ -116,7 +116,7 @@ def test_a_start_beside_another_removes_nothing(run):
 @pytest.mark.parametrize(
     ("name", "read", "remedy"),
     [
-        ("config.json", lambda run: RunFolder(run.path, SETTINGS), "begin the run anew in another folder"),
+        ("config.json", lambda run: RunFolder(run.path, SETTINGS), "begin the run again in another folder"),
         ("data.json", lambda run: run.check_data({"train_examples": 5}), "remove it"),
         ("provenance.json", lambda run: run.note_continued(3), "remove it"),
         ("summary.json", lambda run: run.summary, "remove it"),
@@ -223,7 +223,7 @@ def test_finished(run):
     assert (run.path / "model" / "weights").exists()
 
 
-def test_open_run_says_that_it_is_finished(tmp_path, monkeypatch, capsys):
+def test_open_run_reports_that_it_is_finished(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = MlmConfig.preset("laptop", attention="lln")
     with open_run("mlm", config, None, quiet=False) as run:

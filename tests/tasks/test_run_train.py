@@ -42,7 +42,7 @@ SMALL = {
     "attention_dropout": 0.2,
 }
 CLOCK = ("seconds", "tokens_per_second", "eval_seconds")
-# Runs in a process of its own. It dies as soon as the N-th checkpoint has all its files but not yet its name.
+# Runs in a process of its own. It ends as soon as the N-th checkpoint has all its files but not yet its name.
 DIES_WHILE_SAVING = """
 import os, signal
 from pathlib import Path
@@ -91,7 +91,7 @@ def small(source, **changes):
 
 
 def metrics(folder):
-    """The lines of metrics.jsonl without what a clock says."""
+    """The lines of metrics.jsonl without times."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
 
@@ -132,9 +132,9 @@ def test_killed_and_continued_is_bit_identical(source, whole, tmp_path, capfd, t
     (newest / "optimizer.pt").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     capfd.readouterr()
     continued = train(small(source), out=killed)
-    said = " ".join(capfd.readouterr().err.split())
-    assert f"Checkpoint {newest.name} is damaged (optimizer.pt has changed since it was written)" in said
-    assert f"from step {before.name[5:]} of 12." in said
+    printed = " ".join(capfd.readouterr().err.split())
+    assert f"Checkpoint {newest.name} is damaged (optimizer.pt has changed since it was written)" in printed
+    assert f"from step {before.name[5:]} of 12." in printed
 
     assert (killed / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     assert metrics(killed) == metrics(whole)

@@ -13,7 +13,7 @@ from lln.tasks.schedule import Planned, run_jobs
 
 
 class Endless:
-    """A process that runs until it is asked to stop."""
+    """A process that runs until it is stopped."""
 
     def __init__(self, command, **options):
         assert options["start_new_session"]

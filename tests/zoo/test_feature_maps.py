@@ -11,7 +11,7 @@ from torch.nn import functional
 import lln.zoo
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # it asks distutils for torch's version
+    warnings.simplefilter("ignore", DeprecationWarning)  # it reads torch's version with distutils
     from performer_pytorch.performer_pytorch import causal_linear_attention_noncuda
     from performer_pytorch.performer_pytorch import linear_attention as performer_linear_attention
 

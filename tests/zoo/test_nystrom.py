@@ -59,10 +59,10 @@ def test_against_transformers(conv_kernel: int | None) -> None:
         attention_probs_dropout_prob=0.0,
     )
     peer = NystromformerSelfAttention(config).double()
-    peer.init_option = "exact"  # the norm of each matrix; its config cannot say so (it reads a key that is not there)
+    peer.init_option = "exact"  # the norm of each matrix; its config cannot set it (it reads a key that is not there)
     module = lln.zoo.build("nystrom", num_heads=3, head_dim=8, num_landmarks=16, conv_kernel=conv_kernel).double()
     if conv_kernel is None:
-        peer.conv_kernel_size = None  # the attention can do without, its config refuses to say so
+        peer.conv_kernel_size = None  # the attention can do without, its config refuses it
     else:
         module.load_state_dict({"conv": peer.conv.weight})
     x = 2 * torch.randn(2, 64, 24, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch import Tensor
 import lln.zoo
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # it asks distutils for torch's version
+    warnings.simplefilter("ignore", DeprecationWarning)  # it reads torch's version with distutils
     from performer_pytorch.performer_pytorch import causal_linear_attention_noncuda, linear_attention, softmax_kernel
 
 RANDOM = ["performer", "rfa"]
@@ -59,7 +59,7 @@ def test_error_falls_with_features(features: tuple[int, ...]) -> None:
             lln.zoo.build("performer", num_heads=2, head_dim=8, num_features=number, seed=seed) for seed in range(4)
         ]
         errors.append(sum((m(query, key, value) - exact).norm() / exact.norm() for m in modules).item() / 4)
-    # 16 times the features, a quarter of the error; half is asked for.
+    # 16 times the features, a quarter of the error; half is requested.
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
     assert errors[2] < 0.05
 

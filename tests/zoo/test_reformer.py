@@ -64,7 +64,7 @@ def explicit(mechanism: Reformer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for rotation in mechanism.rotations.double():
                 for i, near in pairs(mechanism, q[b, h], k[b, h], rotation):
                     count[i, list(near)] += 1
-            weights = (scores + count.log()).softmax(dim=-1).nan_to_num(0.0)  # a query that sees no key gets zeros
+            weights = (scores + count.log()).softmax(dim=-1).nan_to_num(0.0)  # without a key: zeros
             output[b, h] = weights @ v[b, h]
     return output
 
@@ -81,8 +81,8 @@ def test_formula(rounds: int, number: int, shared_qk: bool) -> None:
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("length", [64, 59], ids=["whole", "padded"])
 def test_reformer_pytorch(rounds: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their attention with our buckets. They let the first chunk of a round see the last chunk of the round before,
-    we that of the same round: with several rounds, tokens that are never in a first chunk are compared."""
+    """Their attention with our buckets. There the first chunk of a round attends to the last chunk of the round before,
+    here to that of the same round: with several rounds, tokens that are never in a first chunk are compared."""
     mechanism = make(rounds=rounds, shared_qk=True)
     q, k, v = tokens_of(64)
     buckets = torch.stack([mechanism.buckets(q, rotation) for rotation in mechanism.rotations.double()], dim=2)

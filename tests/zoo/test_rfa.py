@@ -49,6 +49,6 @@ def test_error_falls_with_features(scale: float) -> None:
             torch.nn.init.constant_(module.scale, scale)
             total += ((module(query, key, value) - exact).norm() / exact.norm()).item() / 4
         errors.append(total)
-    # 16 times the features, a quarter of the error; half is asked for.
+    # 16 times the features, a quarter of the error; half is requested.
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
     assert errors[2] < 0.1

@@ -38,7 +38,7 @@ def test_explicit_matrix(is_causal: bool, padded: bool, num_features: int) -> No
     torch.testing.assert_close(module(query, key, value, is_causal=is_causal, key_padding_mask=mask), expected)
 
 
-def test_as_many_features_as_the_head_unless_told_otherwise() -> None:
+def test_as_many_features_as_the_head_by_default() -> None:
     assert {name: tuple(p.shape) for name, p in make().named_parameters()} == {"weight": (2, 8, 8), "bias": (2, 1, 8)}
     assert make(5).weight.shape == (2, 8, 5)
 

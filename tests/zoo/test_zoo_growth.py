@@ -84,7 +84,7 @@ def test_growth_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert all(row.endswith("| 128.0 → 256.0 | 2.00 |") for row in rows)
 
 
-def test_the_measurement_sees_what_is_not_linear() -> None:
+def test_the_measurement_detects_what_is_not_linear() -> None:
     (bytes_512, flops_512), (bytes_2048, flops_2048) = (measure("relu_kernel", n, False) for n in (512, 2048))
     assert bytes_2048 > 10 * bytes_512
     assert flops_2048 > 10 * flops_512

@@ -193,8 +193,8 @@ def _first(why_not: Callable[[Backend], str | None]) -> Backend:
 def explain(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> str:
     """The backends that can compute this attention, with the reasons of those that cannot: "cpu: yes; torch: yes".
 
-    The first that says yes is taken. Options are those of `lln.lln_diag_attention`; without `block_size` it is about
-    `lln.lln_attention`.
+    The first without a reason against it is taken. Options are those of `lln.lln_diag_attention`; without `block_size`
+    it is about `lln.lln_attention`.
 
     Args:
         query: (B, H, N, D).

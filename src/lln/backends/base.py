@@ -159,10 +159,7 @@ class Backend(ABC):
             >>> backend, state = lln.backends.BACKENDS[-1], lln.LLNState.empty(1, 2, 16)
             >>> tokens = torch.randn(3, 1, 2, 1, 16)
             >>> sums = (state.mass, state.values, state.count, state.query_sums, state.key_sums)
-            >>> memory = lln.recurrence.Memory(*sums, recent_key=None, recent_value=None)
-            >>> options = {"keep": None, "alpha": None, "beta": None, "matching": "variance", "form": "paper"}
-            >>> options |= {"key_weight": None, "near": "blocks", "near_query": None, "near_key": None}
-            >>> recurrence = Recurrence(*tokens, memory=memory, **options, apart=False, in_place=False)
+            >>> recurrence = Recurrence(*tokens, lln.recurrence.Memory(*sums))
             >>> backend.why_not_advance(recurrence) is None
             True
         """
@@ -175,7 +172,7 @@ class Backend(ABC):
             recurrence: one that `why_not_advance` has no reason against.
 
         Returns:
-            Both, with the outputs of the branches apart if the recurrence asks for it.
+            Both, with the outputs of the branches apart if the recurrence is to have them.
 
         Raises:
             NotImplementedError: the backend has no states.
@@ -184,10 +181,7 @@ class Backend(ABC):
             >>> backend, state = lln.backends.BACKENDS[-1], lln.LLNState.empty(1, 2, 16)
             >>> tokens = torch.randn(3, 1, 2, 1, 16)
             >>> sums = (state.mass, state.values, state.count, state.query_sums, state.key_sums)
-            >>> memory = lln.recurrence.Memory(*sums, recent_key=None, recent_value=None)
-            >>> options = {"keep": None, "alpha": None, "beta": None, "matching": "variance", "form": "paper"}
-            >>> options |= {"key_weight": None, "near": "blocks", "near_query": None, "near_key": None}
-            >>> recurrence = Recurrence(*tokens, memory=memory, **options, apart=False, in_place=False)
+            >>> recurrence = Recurrence(*tokens, lln.recurrence.Memory(*sums))
             >>> backend.advance(recurrence).output.shape
             torch.Size([1, 2, 1, 16])
         """
@@ -206,10 +200,7 @@ class Backend(ABC):
             >>> backend, state = lln.backends.BACKENDS[-1], lln.LLNState.empty(1, 2, 16)
             >>> tokens = torch.randn(3, 1, 2, 1, 16)
             >>> sums = (state.mass, state.values, state.count, state.query_sums, state.key_sums)
-            >>> memory = lln.recurrence.Memory(*sums, recent_key=None, recent_value=None)
-            >>> options = {"keep": None, "alpha": None, "beta": None, "matching": "variance", "form": "paper"}
-            >>> options |= {"key_weight": None, "near": "blocks", "near_query": None, "near_key": None}
-            >>> recurrence = Recurrence(*tokens, memory=memory, **options, apart=False, in_place=True)
+            >>> recurrence = Recurrence(*tokens, lln.recurrence.Memory(*sums), in_place=True)
             >>> backend.prepare_step(recurrence) is None
             True
         """
@@ -237,7 +228,7 @@ def empty_rows(like: Tensor, width: int) -> Tensor:
     """An empty (B, heads, tokens, width) tensor as fused code writes it, whatever the strides of `like`.
 
     Rows of features are contiguous and do not overlap; samples, heads and tokens follow each other as they do in
-    `like`, so that whoever splits or joins heads, or packed sequences, needs no copy.
+    `like`, so that splitting or joining heads, or packed sequences, needs no copy.
     """
     batch, heads, tokens, _ = like.shape
     sample, head, token, _ = like.stride()

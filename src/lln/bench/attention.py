@@ -61,7 +61,7 @@ def compare_attention(
 
 
 def kernel_in_use(setting: Setting) -> dict[str, str | None]:
-    """What computes LLN attention here: the environment variable, and what `lln.backends.explain` says."""
+    """What computes LLN attention here: the environment variable, and what `lln.backends.explain` returns."""
     explained = backends.explain(*candidates.random_inputs(setting, SMALL))
     return {"LLN_BACKEND": os.environ.get("LLN_BACKEND"), "explained": explained}
 

@@ -1,7 +1,7 @@
 """What `lln bench attention` compares, each made for a setting and a number of tokens.
 
 `performer` and `nystrom` are the code of performer-pytorch and nystrom-attention where these are installed and run, or
-else the zoo's; `origin` says which. Every name that is not in `MECHANISMS` is looked up in the zoo.
+else the zoo's; `origin` is which. Every name that is not in `MECHANISMS` is looked up in the zoo.
 """
 
 import os
@@ -43,7 +43,7 @@ class Setting:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is cuda, and torch sees no GPU here (torch.cuda.is_available() is False)")
+            raise ValueError("device is cuda, and torch finds no GPU here (torch.cuda.is_available() is False)")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.heads < 1 or self.head_dim < 1:
@@ -56,7 +56,7 @@ def gpu_name() -> dict[str, str]:
 
 
 class CannotRunError(Exception):
-    """A candidate that has no form for this setting; the text says why."""
+    """A candidate that has no form for this setting; the text is the reason."""
 
 
 # What is compared by default, on a CPU and on a GPU.
@@ -237,7 +237,7 @@ def plain_torch() -> Iterator[None]:
 def _performer_package(setting: Setting) -> Callable[..., Tensor]:
     """performer-pytorch's attention with the number of features that both it and the zoo have by default."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it asks distutils for torch's version
+        warnings.simplefilter("ignore", DeprecationWarning)  # it reads torch's version with distutils
         from performer_pytorch.performer_pytorch import (  # type: ignore[import-untyped]
             FastAttention,
             causal_linear_attention_noncuda,

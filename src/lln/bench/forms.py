@@ -2,12 +2,12 @@
 pretrained model, without any training.
 
 The model reads a text with its own softmax attention S. In each layer every candidate gets the same queries and keys,
-and its matrix P is what it makes of the identity. U is uniform attention over the keys that a query may see. Per layer
-and sequence:
+and its matrix P is what it makes of the identity. U is uniform attention over the keys that a query may attend to. Per
+layer and sequence:
 
     error        ||P V - S V|| / ||U V - S V||, Frobenius norms over all tokens, heads and features: 1 is as far from
                  softmax attention as uniform attention is
-    correlation  of ln P and ln S over the keys that a query may see, around the means of each row, which the
+    correlation  of ln P and ln S over the keys that a query may attend to, around the means of each row, which the
                  normalisation determines; per head, then the mean of the heads
     divergence   sum_j S_ij log2(S_ij / P_ij), the Kullback-Leibler divergence in bits; mean of tokens and heads
     entropy      of the rows of P in bits; mean of tokens and heads
@@ -191,7 +191,7 @@ def _signed(
 
 
 def join(candidate: Candidate, far: Tensor, near: Tensor | None) -> Tensor:
-    """The average with the companion, which stands alone beside uniform attention."""
+    """The average with the near branch, which is taken alone with uniform attention."""
     if near is None:
         return far
     return near if candidate.mechanism == "uniform" else (far + near) / 2
@@ -225,8 +225,8 @@ class LayerComparison:
         output = matrix @ self.value
         logs, wanted = (x.clamp(min=FLOOR).log2() for x in (matrix, self.softmax))
         row: Row = {}
-        for near, companion in self.near.items():
-            difference = join(candidate, output, companion) - self.output
+        for near, near_output in self.near.items():
+            difference = join(candidate, output, near_output) - self.output
             row[column("error", near)] = difference.norm().item() / self.unit
         row["correlation"] = self._correlation(logs, wanted)
         row["divergence"] = (self.softmax * (wanted - logs)).sum(dim=-1).mean().item()

@@ -55,7 +55,7 @@ def _growth(pair: list[float]) -> tuple[str, str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lln.bench.growth", description=__doc__)
-    parser.add_argument("names", nargs="*", help="mechanisms; all that say they are linear if none is given")
+    parser.add_argument("names", nargs="*", help="mechanisms; all that are linear if none is given")
     parser.add_argument("--short", type=int, default=4096, help="tokens (default %(default)s)")
     parser.add_argument("--long", type=int, default=16384, help="tokens (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="passes at least (default %(default)s)")

@@ -118,8 +118,6 @@ def record_step(x: Tokens, case: Case, *, near: str | None, apart: bool = False)
         form=case.form,
         key_weight=x.floats(batch, heads, 1) if case.given else None,
         near="window" if near == "window" else "blocks",
-        near_query=None,
-        near_key=None,
         apart=apart,
         in_place=True,
     )

@@ -61,7 +61,7 @@ class Gpu:
 
 GPUS = {
     "sm_80": Gpu("A100 40 GB", 80, 108, 1.555e12, 5120 * 1.41e9, 156e12, 163 << 10, 164 << 10),
-    # The cache of an H100 is taken to give as many bytes a clock as that of an A100: its maker does not say.
+    # The cache of an H100 is taken to give as many bytes a clock as that of an A100: it is not published.
     "sm_90": Gpu("H100 SXM", 90, 132, 3.35e12, 5120 * 1.83e9, 494.7e12, 227 << 10, 228 << 10),
 }
 

@@ -91,23 +91,22 @@ def reset_peak() -> None:
 
 def peak_bytes() -> int:
     """The most memory that this process has held since `reset_peak`, or since its start."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    if (found := _bytes_in("/proc/self/status", "VmHWM")) is not None:
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def free_bytes() -> int:
     """Memory that can be had without swapping; all there is where the system does not report it."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = _bytes_in("/proc/meminfo", "MemAvailable")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else found
+
+
+def _bytes_in(path: str, name: str) -> int | None:
+    """The value of a line "name: number kB" of a file, if the system has it."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def noise(seconds: float = 0.5) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def predict(lengths: Sequence[int], values: Sequence[float], length: int, *, qua
     """What the value would be at `length`: a + b N, or a + b N + c N², fitted with a, b, c >= 0 to relative errors.
 
     At least the largest value of a shorter input, which a fit to values that scatter can be below. None with fewer than
-    two values, which say nothing about growth.
+    two values, which give no growth.
     """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 

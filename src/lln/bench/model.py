@@ -1,7 +1,7 @@
 """`lln bench model`: time and memory of one training step of RoBERTa-base over sequence lengths, as in table 2.
 
 A step is forward, loss, backward and AdamW on a batch of one sequence, of which 15 % of the tokens are to be predicted;
-as in the paper's framework the language model head sees these alone. Weights are random. Dropout is 0.1 as published,
+as in the paper's framework the language model head gets these alone. Weights are random. Dropout is 0.1 as published,
 but none of attention weights: linear attention has none to drop, and SDPA would make them explicit for it.
 Each step runs in a process of its own; mechanisms take turns.
 """

@@ -18,7 +18,7 @@ import torch
 
 Result = TypeVar("Result")
 
-# What an answer is: the child's result, the child's exception, or how a child ended (the server says so at the end).
+# What a reply is: the child's result, the child's exception, or how a child ended (reported by the server at the end).
 RESULT, ERROR, ENDED = "result", "error", "ended"
 
 _server: subprocess.Popen[bytes] | None = None
@@ -51,7 +51,7 @@ def in_new_process(function: Callable[..., Result], *arguments: object, preload:
         kind, answer = pickle.load(server.stdout)
         if kind != ENDED:
             pickle.load(server.stdout)
-    except BaseException as error:  # above all an interrupt: nobody waits for the answer any more
+    except BaseException as error:  # above all an interrupt: nothing waits for the result any more
         stop_server()
         if isinstance(error, (BrokenPipeError, EOFError)):
             raise ChildProcessError("the process that starts measurements has ended; repeat the command") from error
@@ -59,7 +59,7 @@ def in_new_process(function: Callable[..., Result], *arguments: object, preload:
     if kind == ENDED:
         raise MemoryError(
             f"a process that ran {getattr(function, '__name__', function)} ended without an answer "
-            f"(status {answer}), probably for want of memory"
+            f"(status {answer}), probably out of memory"
         )
     if kind == ERROR:
         raise answer
@@ -81,7 +81,7 @@ def _running_server() -> subprocess.Popen[bytes]:
     global _server
     if _server is None or _server.poll() is not None:
         # -P: this folder is not a place to import from. A session of its own: an interrupt from the terminal is for the
-        # process that asks.
+        # process that waits.
         _server = subprocess.Popen(
             [sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,

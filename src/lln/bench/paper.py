@@ -1,4 +1,4 @@
-"""The paper's formula (eq. 8 and 10) in plain torch, as a reader of the paper would first write it: a yardstick.
+"""The paper's formula (eq. 8 and 10) in plain torch, as a reader of the paper would first write it, for comparison.
 
 Features are exponentials as they stand, statistics are those of the whole tensors, and a small number keeps the
 normaliser from zero. It overflows where `lln.lln_attention` does not, and has neither masks nor a causal form.

@@ -38,11 +38,11 @@ class Recording:
         Args:
             path: the result file; None keeps the rows in memory.
             run: the name of the run in the file.
-            command: what was asked for.
+            command: what was requested.
             settings: what all rows have in common.
             seed: of what is drawn at random.
             kernel: what computes LLN attention here.
-            fresh: begin the line anew if there is one.
+            fresh: begin the line again if there is one.
 
         Raises:
             ValueError: the line was measured with something else, so that rows from here cannot stand beside its own.
@@ -92,5 +92,5 @@ class Recording:
             if then != now:
                 raise ValueError(
                     f"{self.path} was measured with another {what} ({then}, here it is {now}); name another --out, or "
-                    "measure all of it anew with --fresh"
+                    "measure all of it again with --fresh"
                 )

@@ -34,7 +34,7 @@ class Verbs(TyperGroup):
 
 app = typer.Typer(
     cls=Verbs,
-    help="Linear Log-Normal attention: see it work, measure it, look into it.",
+    help="Linear Log-Normal attention: run it, measure it, inspect models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

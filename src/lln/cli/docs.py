@@ -47,7 +47,7 @@ def make_docs(
     stale = [path for path, new in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != new]
     if check:
         if stale:
-            raise ValueError(f"stale: {', '.join(map(str, stale))}; `lln docs` makes them anew")
+            raise ValueError(f"stale: {', '.join(map(str, stale))}; `lln docs` updates them")
         return
     (docs / "images").mkdir(exist_ok=True)
     if pictures or docs / HEADLINE in stale:

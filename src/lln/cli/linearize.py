@@ -35,7 +35,7 @@ def add_command(app: typer.Typer) -> None:
         config = LinearizeConfig.preset(preset, **changed(flags))
         if out is None:
             raise ValueError("give the folder for the linear model: --out FOLDER")
-        from lln.linearize.command import run  # only now: it brings transformers, accelerate and datasets
+        from lln.linearize.command import run  # only now: it imports transformers, accelerate and datasets
         from lln.linearize.linear import linearized_result
         from lln.results import add_result, check_writable
 

@@ -1,4 +1,4 @@
-"""`lln demo`, `calibrate`, `zoo`, `inspect` and `doctor`: see LLN attention work, and look into models."""
+"""`lln demo`, `calibrate`, `zoo`, `inspect` and `doctor`: run LLN attention, and inspect models."""
 
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +43,7 @@ def inspect(
     tokens: Annotated[int, typer.Option(help="Read at most so many tokens.")] = 512,
     html: Annotated[Path | None, typer.Option(help="Write a page that shows every head: one file, no network.")] = None,
     compare: Annotated[
-        str | None, typer.Option(help="A second model, beside the first: the same model made linear, say.")
+        str | None, typer.Option(help="A second model, beside the first: for example the same model made linear.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -119,7 +119,7 @@ def calibrate(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Measure the matching curves anew (about ten minutes), compare them with the shipped ones, and explain them."""
+    """Measure the matching curves again (about ten minutes), compare them with the shipped ones, and explain them."""
     from lln.matching import calibration
     from lln.matching.curves import TABLE, TABLE_PATH, linear_constants
     from lln.report.table import Table

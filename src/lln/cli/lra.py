@@ -1,4 +1,4 @@
-"""`lln lra data`: the tasks of the Long Range Arena to make and to look at. Runs: `lln train lra`."""
+"""`lln lra data`: the tasks of the Long Range Arena: make them, show examples. Runs: `lln train lra`."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from lln.tasks.lra.registry import TASKS
 from lln.terminal import console
 
 app = typer.Typer(help="Long Range Arena: its data.", no_args_is_help=True)
-data = typer.Typer(help="Data of the Long Range Arena: make it, look at it.", no_args_is_help=True)
+data = typer.Typer(help="Data of the Long Range Arena: make it, show examples.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Dashes = Annotated[int | None, typer.Option(help="Dashes of a path (pathfinder): 6, 9 or 14; by default 14.")]

@@ -1,8 +1,11 @@
-"""What all commands of `lln bench` do with their rows: record them, print tables, write the file, draw pictures."""
+"""What the commands of `lln bench` share: options, and what is done with rows.
+
+Rows are recorded, tables printed, the file written, pictures drawn.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +18,26 @@ if TYPE_CHECKING:
     from lln.report.table import Table
     from lln.results import Result, Row
 
+Lengths = Annotated[str | None, typer.Option(help="Numbers of tokens, separated by commas; by default all of them.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Record the numbers in this result file (.jsonl), pictures beside it; a run that was stopped continues."
+    ),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what --out already has.")]
+OutAgain = Annotated[Path | None, typer.Option(help="Record the numbers in this result file (.jsonl).")]
+Goals = Annotated[bool, typer.Option("--goals", help="Print which of the library's goals are met.")]
+SharedOptions = Annotated[
+    list[str],
+    typer.Option(
+        "--option", help="Option of the mechanisms that have it, as block_size=64; may be given several times."
+    ),
+]
+Heads = Annotated[int, typer.Option(help="Attention heads.")]
+HeadDim = Annotated[int, typer.Option(help="Features of a head.")]
+MaxSeconds = Annotated[float, typer.Option(help="Leave out, and predict, calls of more seconds than this.")]
+
 
 def start_recording(
     context: typer.Context,
@@ -25,7 +48,7 @@ def start_recording(
     fresh: bool,
     kernel: dict[str, str | None] | None,
 ) -> "Recording":
-    """The recording of a measurement, which continues the one in `out` unless it is to begin anew."""
+    """The recording of a measurement, which continues the one in `out` unless it is to begin again."""
     from lln.bench.recording import Recording
 
     command = bench_command(context, "out", "json", "fresh", "goals", "workers")
@@ -40,7 +63,7 @@ def run_name(run: str, options: Mapping[str, Any]) -> str:
 def measure_rows(recording: "Recording", rows: Iterable["Row"], *, total: int) -> None:
     """Put rows into the recording as they come."""
     if len(recording.rows) >= total:
-        errors.print(f"{recording.path} already has all of this; --fresh measures it anew.")
+        errors.print(f"{recording.path} already has all of this; --fresh measures it again.")
         return
     warn_of_noise(recording)
     with Progress(recording.result.run, total, completed=len(recording.rows)) as bar:
@@ -66,7 +89,7 @@ def finish(
     json: bool,
     goals: Sequence["Goal"] = (),
 ) -> None:
-    """Print the tables, write the result file, draw the pictures, and say which goals are met."""
+    """Print the tables, write the result file, draw the pictures, and print which goals are met."""
     from lln.report.goals import check, goals_table
 
     print_tables(tables(recording.result), as_json=json)

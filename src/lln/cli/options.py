@@ -115,6 +115,9 @@ def _in_presets(settings: type[Settings], field: "dataclasses.Field[Any]") -> st
         if any(value is not dataclasses.MISSING for value in found):
             values[preset] = found[0] if len(set(map(str, found))) == 1 else "depends on the task"
     shown = {name: value for name, value in values.items() if value not in (None, dataclasses.MISSING)}
+    shown = {
+        name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in shown.items() if x not in ((), "")
+    }
     if len(shown) == len(values) and len(set(map(str, shown.values()))) == 1:
         return f"({next(iter(shown.values()))})"
     return f"({', '.join(f'{name} {value}' for name, value in shown.items())})" if shown else ""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.cli.options import DataDir, Json, Results, Seed
+from lln.cli.options import DataDir, Json, Results
 from lln.paper import NAMES
 from lln.terminal import Progress, console, print_table
 
@@ -22,9 +22,9 @@ def show(
         "shown"
     ),
     results: Results = Path("results"),
-    head_dim: Annotated[int, typer.Option(help="Of figures 2, 5, 6 and 7, which are measured.")] = 64,
-    tokens: Annotated[int, typer.Option(help="Of figures 2, 5, 6 and 7, which are measured.")] = 1024,
-    seed: Seed = 0,
+    head_dim: Annotated[int, typer.Option(help="Features of a head in figures 2, 5, 6 and 7.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens in figures 2, 5, 6 and 7.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of figures 2, 5, 6 and 7.")] = 0,
     json: Json = False,
 ) -> None:
     """Make a table or a figure of the paper from recorded results; figures 2, 5, 6 and 7 are measured now."""

@@ -21,7 +21,7 @@ app = typer.Typer(
 EXPERIMENTS: dict[str, tuple[type[TrainConfig], str, str]] = {
     "mlm": (MlmConfig, "lln.tasks.mlm", "Pre-train RoBERTa on text by masked language modelling."),
     "glue": (GlueConfig, "lln.tasks.glue", "Fine-tune a pre-trained model on a GLUE task."),
-    "vision": (VisionConfig, "lln.tasks.vision", "Train a ViT to tell dogs from cats."),
+    "vision": (VisionConfig, "lln.tasks.vision", "Train a ViT to classify pictures of dogs and cats."),
     "lra": (LraConfig, "lln.tasks.lra.train", "Train and test a small encoder on a task of the Long Range Arena."),
 }
 
@@ -33,7 +33,7 @@ def add_command(name: str, config: type[TrainConfig], module: str, help: str) ->
         preset: str, out: Path | None, data_dir: Path | None, quiet: bool, record: Path | None, **flags: Any
     ) -> None:
         settings = config.preset(preset, **changed(flags))
-        train = import_module(module).train  # only now: it brings transformers, accelerate and datasets
+        train = import_module(module).train  # only now: it imports transformers, accelerate and datasets
         if record is None:
             train(settings, out=out, data_dir=data_dir, quiet=quiet)
             return

@@ -73,7 +73,7 @@ def attend(
 
 
 def attend_parts(problem: Problem, ranks: Ranks, segments: Tensor | None = None, *, with_ratio: bool = False) -> Tensor:
-    """What the problem asks for, for the queries of this process; see `Layout` for `segments`."""
+    """What the problem describes, for the queries of this process; see `Layout` for `segments`."""
     layout = Layout(ranks, _count(problem, ranks), segments)
     near = None
     if problem.near:
@@ -125,7 +125,7 @@ def _count(problem: Problem, ranks: Ranks) -> Tensor:
 
 
 def _lengths(given: dict[str, Any], key: Tensor) -> Tensor | None:
-    """Lengths of whole sequences, taken out of the options: what they say about this part needs the other parts."""
+    """Lengths of whole sequences, taken out of the options: what they mean for this part depends on the other parts."""
     mask = given.get("key_padding_mask")
     if isinstance(mask, Tensor) and mask.dim() == 1 and mask.dtype in INTEGERS:
         return given.pop("key_padding_mask")  # type: ignore[no-any-return]

@@ -181,5 +181,5 @@ def _run(
 
 
 _attend: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    attend, reason="processes tell each other their lengths, which is no part of a graph"
+    attend, reason="processes exchange their lengths, which is no part of a graph"
 )

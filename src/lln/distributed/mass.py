@@ -35,7 +35,7 @@ def log_far_mass(weight: Tensor, keep: Tensor | None, near: Neighbors, layout: L
 
 
 def _sums_for_others(weight: Tensor, keep: Tensor | None, near: Neighbors, layout: Layout) -> Tensor:
-    """(P, B, H) ln of the sum over the own tokens that each process sees and has not in its halo; -inf for none."""
+    """(P, B, H) ln of the sum over the own tokens in the rows of each process but not in its halo; -inf for none."""
     own, device = layout.ranks.rank, weight.device
     start, count = layout.start(1), layout.tokens[own, 1]
     first, end = (torch.minimum((x - start).clamp(min=0), count).to(device) for x in (near.low, near.high))

@@ -168,7 +168,7 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
 
 
 class _Parts:
-    """What the hooks of a parallelized model know."""
+    """What the hooks of a parallelized model share."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, mechanisms: list[Any]) -> None:
         self.ranks, self.mechanisms = ranks, mechanisms
@@ -326,7 +326,7 @@ def _counts_by_mask(model: nn.Module) -> bool:
 
 
 def _packed_rows(given: dict[str, Any], batch: int, tokens: int) -> list[Tensor] | None:
-    """Where the sequences of each row start, if rows hold several; transformers says so in one of three ways."""
+    """Where the sequences of each row start, if rows hold several; transformers marks this in one of three ways."""
     starts, numbers, positions = (given.get(x) for x in ("cu_seq_lens_q", "seq_idx", "position_ids"))
     if starts is not None:
         if batch != 1:
@@ -347,7 +347,7 @@ def _packed_rows(given: dict[str, Any], batch: int, tokens: int) -> list[Tensor]
 
 
 def _digest(ids: Tensor) -> int:
-    """A number that tells two batches apart."""
+    """A number by which two batches differ."""
     flat = ids.flatten().long()
     return int((flat * (torch.arange(flat.numel()) % 1_000_003 + 1)).sum())
 

@@ -78,7 +78,7 @@ class Halo:
 def find_halo(key: Tensor, keep: Tensor | None, layout: Layout, low: Tensor, high: Tensor) -> Halo:
     """The halo of processes that need the tokens from `low` to `high` (P, B) beside their own.
 
-    The processes know each other's numbers of tokens, so they need not ask.
+    The processes have each other's numbers of tokens, so nothing is exchanged for that.
     """
     counts, start = layout.tokens[:, 1], layout.starts()
     stop = start + counts
@@ -280,7 +280,7 @@ def _overlap(queries: slice, span: slice, first: int) -> slice:
 
 
 class _Near(torch.autograd.Function):
-    """The output, whose gradient is handed to `_Tap` beside the halo."""
+    """The output, whose gradient is passed to `_Tap` beside the halo."""
 
     @staticmethod
     def forward(ctx: Any, near: Neighbors, link: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Packed sequences in a row of which every process holds a part.
 
-Sequences that one process holds entirely are its own affair. Of the others, those that lie across borders, a process
-holds parts of at most two: one that began before it and one that goes on after it. In the order of the row, sequences
-across borders take turns in two samples of a batch, so that no process has two parts in one sample; each sample holds
-a chain of sequences, told apart by the processes that hold them (`Layout.segments`).
+Sequences that one process holds entirely are computed by it alone. Of the others, those that lie across borders, a
+process holds parts of at most two: one that began before it and one that goes on after it. In the order of the row,
+sequences across borders take turns in two samples of a batch, so that no process has two parts in one sample; each
+sample holds a chain of sequences, identified by the processes that hold them (`Layout.segments`).
 
 Shapes: P processes, H heads, L tokens of the longest part, D features, V value width.
 """
@@ -31,7 +31,7 @@ def check_packed(problem: Problem, cu_seqlens: Any, lengths: Tensor | None, give
         raise TypeError(f"cu_seqlens must be an int32 tensor (sequences + 1,), got {what}")
     for name in ("key_padding_mask", "query_padding_mask"):
         if given.get(name) is not None or (name == "key_padding_mask" and lengths is not None):
-            raise ValueError(f"cu_seqlens says where sequences end, so there is no padding; leave {name} out")
+            raise ValueError(f"cu_seqlens gives the ends of sequences, so there is no padding; leave {name} out")
     if given.get("scope") == "batch":
         raise ValueError('scope="batch" takes statistics over all sequences; with cu_seqlens use scope="sample"')
     batch, _, tokens, _ = problem.query.shape

@@ -1,8 +1,8 @@
-"""The processes that hold the parts of a sequence: what they say to each other, and what is said when one is missing.
+"""The processes that hold the parts of a sequence: their exchanges, and the errors when one is missing.
 
 All communication is one collective of torch.distributed, `all_to_all_single`, or messages between neighbours alone,
 where a collective would send an empty one to every other process. Before each, a process writes to the store of the
-group how many it has begun. When one fails or runs into the time-out of the group, the store tells which processes have
+group how many it has begun. When one fails or runs into the time-out of the group, the store shows which processes have
 not begun it.
 """
 
@@ -31,7 +31,7 @@ GRACE = 2.0  # seconds in which others report that an exchange failed for them t
 def _wait_at_exit() -> None:
     """Let gloo's threads release the tensors of the last exchanges before the interpreter ends.
 
-    They need the interpreter lock for that, and a thread that asks for it during finalization aborts the process:
+    They need the interpreter lock for that, and a thread that takes it during finalization aborts the process:
     without the wait one in ten processes that end right after an exchange has the exit code 134.
     """
     atexit.register(time.sleep, EXIT_GRACE)

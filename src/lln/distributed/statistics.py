@@ -1,6 +1,6 @@
 """Statistics of sequences whose parts several processes hold: those of the whole sequence, on every process.
 
-Means are merged first. Each process then knows its squares around the common mean, of which the entries of the two
+Means are merged first. Each process then has its squares around the common mean, of which the entries of the two
 covariances go to owners: all that is needed of them is the sum of their products, a number for each head. In causal
 attention a process needs the sums of the tokens before it.
 

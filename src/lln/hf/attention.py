@@ -1,4 +1,4 @@
-"""The functions that transformers calls: one that attends, and one that hands padding and packing over to it.
+"""The functions that transformers calls: one that attends, and one that passes padding and packing to it.
 
 An attention module of transformers gets its mechanism as a submodule, `module.mechanism`, from `lln.hf.convert`. A
 model that was given "lln" or "lln_diag" by name alone has none and runs the function with its default options.
@@ -45,12 +45,12 @@ UNSUPPORTED = {
     "block_indices": "a choice of keys for each query",
     "output_attentions": "output_attentions=True",
 }
-# What says that a row holds several sequences, beside masks and positions.
+# What states that a row holds several sequences, beside masks and positions.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 REMEDIES = {
     "sliding_window": "set config.sliding_window = None if inputs are shorter than the window",
     "output_attentions": (
-        "there is no matrix of weights: look at the heads with lln.instruments.Recorder or `lln inspect`, or make one "
+        "there is no matrix of weights: inspect the heads with lln.instruments.Recorder or `lln inspect`, or make one "
         "with lln.attention_matrix"
     ),
 }
@@ -90,13 +90,13 @@ def make_padding_mask(
     if mask_function not in PLAIN_MASKS:
         if torch.compiler.is_compiling() and attention_mask is None:
             return RefusedMask(
-                "while a model is compiled, transformers cannot tell whether position_ids pack several sequences; pass "
-                "attention_mask, of ones if there is no padding, and cu_seq_lens_q and cu_seq_lens_k if they do"
+                "while a model is compiled, transformers does not detect whether position_ids pack several sequences; "
+                "pass attention_mask, of ones if there is no padding, and cu_seq_lens_q and cu_seq_lens_k if they do"
             )
         packed = None if attention_mask is not None else packed_mask(mask_function)
         return packed or RefusedMask(
-            "this attention sees all tokens of its sequence that are not padding, or those of them up to its own. The "
-            "model asks for another mask: a sliding window, chunks or bidirectional parts of a causal sequence. Pass "
+            "a query attends to all tokens of its sequence that are not padding, or to those of them up to its own. "
+            "The model needs another mask: a sliding window, chunks or bidirectional parts of a causal sequence. Pass "
             'an attention_mask, (batch, tokens), alone; or go back with lln.hf.convert(model, "softmax")'
         )
     if attention_mask is None:
@@ -181,15 +181,13 @@ def refuse_weights(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_causal(module: nn.Module, given: bool | None, attention_mask: Any, query: Tensor) -> bool:
-    """Whether tokens see only those before them, as `lln.hf.convert` found, or else as the module says.
+    """Whether tokens attend only to those before them, as `lln.hf.convert` found, or else by `module.is_causal`.
 
     As in transformers, `is_causal=` of a call counts where there is no mask; some modules pass False beside a mask.
     """
     decided = getattr(module, "sees_only_the_past", getattr(module, "is_causal", given))
     if decided is None:
-        raise ValueError(
-            f"{type(module).__name__} does not say whether it is causal; convert the model with lln.hf.convert"
-        )
+        raise ValueError(f"{type(module).__name__} has no attribute is_causal; convert the model with lln.hf.convert")
     if getattr(getattr(module, "config", None), "is_causal", None) is False:  # makes a decoder bidirectional
         decided = False
     if given is not None and given != decided and attention_mask is None and query.shape[2] > 1:
@@ -214,7 +212,7 @@ def _read_mask(attention_mask: Any, query: Tensor, causal: bool) -> Tensor | Non
     if not isinstance(attention_mask, Tensor) or attention_mask.shape[1:-1] != (1, 1) or causal:
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
-            f"attention_mask must say which tokens are real, (batch, tokens), got {shape}: a mask for each pair of "
+            f"attention_mask must mark the tokens that are kept, (batch, tokens), got {shape}: a mask for each pair of "
             "tokens cannot be honoured in linear time"
         )
     mask = attention_mask[:, 0, 0].expand(query.shape[0], -1)
@@ -241,7 +239,7 @@ def _mechanism(name: str, module: nn.Module) -> zoo.Mechanism | None:
     config = getattr(module, "config", None)
     if getattr(config, "lln_attention", None) is not None or name not in BY_NAME:
         raise ValueError(
-            "the configuration says that this model was converted, but its mechanism is not there; open it with "
+            "according to its configuration this model was converted, but its mechanism is not there; open it with "
             "lln.hf.from_pretrained(folder), or make it with lln.hf.convert"
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
@@ -269,7 +267,7 @@ def _check_lengths(name: str, module: nn.Module, query: Tensor, key: Tensor, kee
     if causal:
         raise ValueError("this mechanism keeps no state, so it cannot continue from a cache: pass use_cache=False")
     description = zoo.describe(name) if mechanism is None else mechanism.description
-    if keep is not None or not description.cross:  # a mask of keys does not say which queries are padding
+    if keep is not None or not description.cross:  # a mask of keys does not mark the queries that are padding
         raise ValueError(
             f"{type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys, and as many of both are "
             'needed; pass use_cache=False if there is a cache, or go back with lln.hf.convert(model, "softmax")'

@@ -126,7 +126,7 @@ def convert(
 
 
 def attention_modules(model: nn.Module) -> dict[str, Any]:
-    """The modules that ask transformers for their attention function, by name."""
+    """The modules that look up their attention function in transformers, by name."""
     return {name: module for name, module in model.named_modules() if source.calls_interface(type(module))}
 
 
@@ -145,7 +145,7 @@ def _check_model(model: PreTrainedModel, modules: dict[str, Any]) -> None:
         )
     if any(config.output_attentions for config in _configs(model, modules)):
         raise ValueError(
-            "the configuration asks for output_attentions, and there will be no weights to give out; "
+            "the configuration sets output_attentions, and there will be no weights to give out; "
             "set model.config.output_attentions = False"
         )
 
@@ -175,7 +175,7 @@ def _refused_setting(config: PreTrainedConfig) -> str | None:
         and getattr(config, "use_sliding_window", True)
     ):
         return (
-            f"looks through a sliding window of {config.sliding_window} tokens; if your inputs are shorter, load it "
+            f"attends within a sliding window of {config.sliding_window} tokens; if your inputs are shorter, load it "
             "with sliding_window=None"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -184,7 +184,7 @@ def _refused_setting(config: PreTrainedConfig) -> str | None:
 
 
 def _refused_argument(module: Any, calls: list[dict[str, ast.expr]]) -> str | None:
-    """What the module hands to its attention function that this attention cannot honour."""
+    """What the module passes to its attention function that this attention cannot honour."""
     if not calls:
         return "calls its attention function in a way that cannot be read"
     for call in calls:
@@ -197,7 +197,7 @@ def _refused_argument(module: Any, calls: list[dict[str, ast.expr]]) -> str | No
 
 
 def _refused_mask(module: Any, calls: list[dict[str, ast.expr]], masks: source.Masks) -> str | None:
-    """A mask that is not made by the functions of transformers, which would ask for ours."""
+    """A mask that is not made by the functions of transformers, which would call ours."""
     names = {_mask(call) for call in calls} - {"None"}
     if names - {"attention_mask"}:
         return f"makes a mask itself, {', '.join(sorted(names))}"
@@ -213,7 +213,7 @@ def _refused_by_mechanism(
     module: Any, calls: list[dict[str, ast.expr]], causal: bool | None, description: zoo.Description
 ) -> str | None:
     if causal is None:
-        return "does not say whether it is causal"
+        return "has no attribute is_causal"
     if causal and not description.causal:
         return f"is causal, which {description.name} cannot be; these can: {_with('causal')}"
     if getattr(module, "sequence_reduction_ratio", 1) > 1 and not description.cross:
@@ -228,7 +228,7 @@ def _with(ability: str) -> str:
 
 
 def _is_causal(module: Any, calls: list[dict[str, ast.expr]], masks: source.Masks) -> bool | None:
-    """Whether tokens see only those before them: by the mask, as in transformers, or else by what the module says."""
+    """Whether tokens attend only to those before them: by the mask, as in transformers, or by `module.is_causal`."""
     if getattr(module.config, "is_causal", True) is False:  # makes a decoder bidirectional
         return False
     has_mask = any(_mask(call) != "None" for call in calls)
@@ -290,7 +290,7 @@ def _first(module: Any, names: tuple[str, ...]) -> Any:
 
 
 def _positions(config: PreTrainedConfig) -> int | None:
-    """How many tokens a model can see: its positions, or its patches and two tokens beside them."""
+    """How many tokens a model takes: its positions, or its patches and two tokens beside them."""
     if getattr(config, "max_position_embeddings", None):
         return int(config.max_position_embeddings)
     if not getattr(config, "image_size", None) or not getattr(config, "patch_size", None):

@@ -1,8 +1,8 @@
-"""Packed sequences in models of transformers: several in one row, none of which sees another.
+"""Packed sequences in models of transformers: several in one row, none of which attends to another.
 
-transformers says so in four ways, all of which become the `cu_seqlens` of our mechanisms:
+transformers marks this in four ways, all of which become the `cu_seqlens` of our mechanisms:
 
-- `position_ids` that start again within a row: the mask that the model asks for separates the sequences;
+- `position_ids` that start again within a row: the mask that the model makes separates the sequences;
 - `position_ids` that reach the attention function beside no mask, which transformers' flash attention reads alike;
 - `cu_seq_lens_q` and `cu_seq_lens_k`, where sequences start, of `DataCollatorWithFlattening`;
 - `seq_idx`, the number of each token's sequence, of the same collator.
@@ -39,7 +39,7 @@ class PackedMask:
 def packed_mask(mask_function: Any) -> PackedMask | None:
     """The mask that a mask function of transformers stands for, if it is a plain one inside of packed sequences.
 
-    Such a function holds the number of each token's sequence. To ask it about pairs of tokens would take N² questions.
+    Such a function holds the number of each token's sequence. Calling it for all pairs of tokens would take N² calls.
     """
     parts = _variables_of(mask_function, and_masks).get("mask_functions", ())
     if len(parts) != 2 or parts[0] not in PLAIN_MASKS:
@@ -75,8 +75,7 @@ def read_packing(mask: Any, query: Tensor, key: Tensor, rest: dict[str, Any]) ->
     for name, other in zip(names[1:], starts[1:], strict=True):
         if not torch.equal(other, starts[0]):
             raise ValueError(
-                f"{names[0]} and {name} say different things about where sequences start: {starts[0].tolist()} and "
-                f"{other.tolist()}"
+                f"{names[0]} and {name} differ about where sequences start: {starts[0].tolist()} and {other.tolist()}"
             )
     if isinstance(mask, Tensor):
         check_values(

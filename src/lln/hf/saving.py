@@ -1,7 +1,7 @@
 """Opening a converted model that `save_pretrained` has written.
 
-The folder is an ordinary one. Its config.json also says which mechanism with which options the model has
-(`lln_attention`), and asks for an attention implementation that only `lln.hf` registers (`attn_implementation`), so
+The folder is an ordinary one. Its config.json also holds which mechanism with which options the model has
+(`lln_attention`), and names an attention implementation that only `lln.hf` registers (`attn_implementation`), so
 that transformers by itself refuses the folder instead of computing softmax attention with its weights.
 """
 
@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from lln.hf.convert import convert
 
-# Options that say where a model is.
+# Options that locate a model.
 WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 
 
@@ -55,7 +55,7 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
     def init(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
         with torch.device("cpu"), warnings.catch_warnings():  # the rest is built on torch's "meta", without memory
-            warnings.simplefilter("ignore")  # what is left as it was has been said when the model was converted
+            warnings.simplefilter("ignore")  # what is left as it was has been reported when the model was converted
             more = {name: saved[name] for name in ("max_rollback",) if name in saved}
             convert(self, saved["attention"], max_len=saved["max_len"], **more, **saved["options"])
 
@@ -73,7 +73,7 @@ def _concrete_class(model_class: Any, config: PreTrainedConfig, folder: object) 
     if model_class is None:
         name = config.architectures[0] if config.architectures else ""
         if not hasattr(transformers, name):
-            raise ValueError(f"{folder} does not say which class it holds; give model_class=")
+            raise ValueError(f"{folder} does not name the class that it holds; give model_class=")
         return getattr(transformers, name)
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is None:

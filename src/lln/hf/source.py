@@ -1,11 +1,11 @@
 """What the source of a model shows about its attention, before the model runs; transformers itself reads it too.
 
-An attention module asks for its attention function and calls it:
+An attention module looks up its attention function and calls it:
 
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
     output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
 
-The arguments of this call and the masks that the model around it makes are what the attention will be asked for.
+The arguments of this call and the masks that the model around it makes are what the attention will be called with.
 Branches that the configuration rules out, such as `if self.relative_position_bias is not None:`, are left out.
 """
 
@@ -48,7 +48,7 @@ class Masks:
 
 
 def calls_interface(kind: Any) -> bool:
-    """Whether modules of a class ask transformers for their attention function."""
+    """Whether modules of a class look up their attention function in transformers."""
     return not issubclass(kind, PreTrainedModel) and INTERFACE in read(kind)
 
 

@@ -3,8 +3,9 @@
 `generate()` makes a DynamicCache and gives it to the model, which gives it to every attention module. A hook on the
 module (`lln.hf.attention.set_state_layer`) puts a `StateLayer` in place of the cache's empty layer.
 
-Assisted decoding takes tokens back (`Cache.crop`), and says so beforehand (`Cache.activate_past_recording`). From then
-on a layer also keeps an older state and what came after it, of which it makes the state without the last tokens.
+Assisted decoding removes tokens again (`Cache.crop`), and announces it beforehand (`Cache.activate_past_recording`).
+From then on a layer also keeps an older state and what came after it, of which it makes the state without the last
+tokens.
 """
 
 import functools
@@ -56,7 +57,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.record_past = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)  # which some models look at
+        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)  # which some models read
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

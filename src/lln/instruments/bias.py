@@ -7,8 +7,8 @@ depends on the query, and the spectral gap is large although entropy is low), or
     log2 M - H(P)  =  KL(p̄ || u)  +  1/N sum_i KL(p_i || p̄)
     deficit           biased         unbiased: the mutual information of query and key
 
-Causal rows see different keys, so u becomes the uniform row over the keys that row i may see, and ū the mean of those:
-biased = KL(p̄ || ū), which the joint convexity of KL keeps between 0 and the deficit.
+Causal rows attend to different keys, so u becomes the uniform row over the keys that row i may attend to, and ū the
+mean of those: biased = KL(p̄ || ū), which the joint convexity of KL keeps between 0 and the deficit.
 """
 
 import math
@@ -93,7 +93,7 @@ def entropy_parts(rows: Rows) -> Tensor:
     for index in rows.parts():
         block, allowed = rows.block(index), rows.allowed(index)
         count = allowed.sum(dim=-1, keepdim=True).double()
-        times = len(index) / len(allowed)  # rows that see the same keys are given once
+        times = len(index) / len(allowed)  # rows that attend to the same keys are given once
         received = received + block.sum(dim=1).double()
         expected = expected + (allowed / count).sum(dim=0) * times
         entropy = entropy + torch.special.entr(block).sum(dim=(1, 2), dtype=torch.float64)
@@ -102,7 +102,7 @@ def entropy_parts(rows: Rows) -> Tensor:
     mean, uniform = received / n, expected / n
     deficit = (limit - entropy) / n
     biased = (torch.special.xlogy(mean, mean) - torch.special.xlogy(mean, uniform)).sum(dim=1)
-    # Rounding may leave a part a hair below zero.
+    # Rounding may leave a part slightly below zero.
     biased = biased.clamp(min=0.0)
     unbiased = (deficit - biased).clamp(min=0.0)
     return torch.stack((limit.expand_as(entropy) / n, entropy / n, biased, unbiased), dim=-1) / math.log(2)

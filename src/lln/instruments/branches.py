@@ -18,7 +18,7 @@ class Branches:
 
     far: Tensor  # of LLN attention
     near: Tensor  # of block-diagonal attention
-    cosine: Tensor  # 1: both say the same, 0: nothing in common
+    cosine: Tensor  # 1: both are the same, 0: nothing in common
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ class UnreadableError(Exception):
 class Capture:
     """Query (1, h, N, D) and key (1, h, M, D) of one sample, and how they are attended.
 
-    `mask` (1 or h, N, M) is what a model gave for pairs of tokens: bool with True = may see, or float to be added.
+    `mask` (1 or h, N, M) is what a model gave for pairs of tokens: bool with True = may attend, or float to be added.
     `share` (h, 1 or N) is the part of LLN in LLN + Diag where it is not one half.
     """
 

@@ -10,7 +10,7 @@ from lln.instruments.rows import Rows
 
 
 def entropy(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
-    """Mean entropy of the rows in bits (eq. 7), from 0 (each query sees one key) to log2 M (all keys alike):
+    """Mean entropy of the rows in bits (eq. 7), from 0 (each query attends to one key) to log2 M (all keys alike):
 
         H = -1/N sum_ij P_ij log2 P_ij
 
@@ -42,7 +42,7 @@ def variance(attention: Tensor, key: Tensor | None = None, **options: Unpack[Opt
 
         sigma_p² = 1/M sum_j (P_ij - 1/M)²
 
-    With a causal mask M is the number of keys that the row may see.
+    With a causal mask M is the number of keys that the row may attend to.
 
     Args:
         attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).

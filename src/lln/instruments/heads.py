@@ -53,7 +53,7 @@ def _sample_rows(rows: Rows, tokens: int, chance: random.Random) -> None:
 
 
 def _affordable_gap(rows: Rows) -> Tensor | None:
-    """The gap; or that of the chain among the sampled tokens, where the whole matrix would be too dear.
+    """The gap; or that of the chain among the sampled tokens, where the whole matrix would be too expensive.
 
     NaN where a sampled row has no weight among them: there is no such chain. None for cross attention.
     """

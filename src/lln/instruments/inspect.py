@@ -26,7 +26,7 @@ PANELS = (
     ("gap", "spectral gap", ""),
     ("bias", "bias", "bits"),
 )
-# A model without weights is built small, so that looking at it takes seconds.
+# A model without weights is built small, so that inspecting it takes seconds.
 SMALL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
 BYTES = 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
@@ -42,7 +42,7 @@ class Inspection:
     records: list[Record]  # one for each layer and head
     pieces: list[str] = field(default_factory=list)  # the text, cut into the model's tokens; may be empty
     queries: list[int] = field(default_factory=list)  # positions of the queries whose attention is in `details`
-    details: list[HeadDetails | None] = field(default_factory=list)  # of each record; empty if they were not asked for
+    details: list[HeadDetails | None] = field(default_factory=list)  # of each record; empty if they were not requested
 
 
 def inspect(model: str, text_file: str | Path, *, out: str | Path | None = None, tokens: int = 512) -> list[Record]:
@@ -65,7 +65,7 @@ def inspect_model(model: str, text: str, *, out: str | Path | None = None, token
 
     `model` is a folder saved by `save_pretrained`, or the name of a Hugging Face model type ("roberta", "bert",
     "gpt2", "llama", ...), for which a small random one is made. Where weights or a tokenizer are missing, the note in
-    each record says so: weights are drawn with seed 0, and the bytes of the text are taken for tokens. With `out` the
+    each record states it: weights are drawn with seed 0, and the bytes of the text are taken for tokens. With `out` the
     folder gets `inspect.csv` and `inspect.png`.
     """
     inspection = inspect_details(model, text, tokens=tokens, with_details=False)
@@ -108,7 +108,7 @@ def inspect_network(
         inputs: keyword arguments of the model, as `{"input_ids": ids}` or `{"pixel_values": images}`.
         name: what tables and pages call the model.
         pieces: the text of each token, see `text_pieces`; without them a page shows positions.
-        notes: what to say about the model in each record.
+        notes: remarks on the model in each record.
         with_details: keep the details that a page shows, too.
 
     Raises:
@@ -222,7 +222,7 @@ def check_model(model: str) -> None:
 
 
 def load_model(model: str, auto_class: str = "AutoModel") -> tuple[Any, Any, list[str]]:
-    """The network, its tokenizer or None, and what to say about them."""
+    """The network, its tokenizer or None, and remarks on them."""
     check_model(model)
     transformers: Any = import_module("transformers")
     factory = getattr(transformers, auto_class)

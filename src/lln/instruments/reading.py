@@ -108,7 +108,7 @@ def _read_matrix(matrix: Tensor, options: Options) -> tuple[torch.Size, list[Row
 
 
 def _check_stochastic(matrix: Tensor, is_causal: bool) -> None:
-    """Refuse what is not a right stochastic matrix, with the first entry or row that says so."""
+    """Refuse what is not a right stochastic matrix, with the first entry or row that shows it."""
     if not bool(matrix.isfinite().all()):
         raise ValueError("the attention matrix holds NaN or infinite entries; look for them with P.isfinite()")
     if bool((matrix < 0).any()):
@@ -208,7 +208,7 @@ def repeat_heads(key: Tensor, query: Tensor) -> Tensor:
 
 def check_finite(name: str, x: Tensor, keep: Tensor | None) -> None:
     """Refuse NaN and infinity in kept tokens."""
-    if bool(x.sum().isfinite()):  # one number says it for almost every input
+    if bool(x.sum().isfinite()):  # one number decides it for almost every input
         return
     finite = x.isfinite().all(dim=-1).all(dim=1)  # (B, tokens)
     if not bool((finite if keep is None else finite | ~keep).all()):

@@ -1,7 +1,7 @@
-"""Attention matrices as rows that are made when they are looked at: what every instrument reads.
+"""Attention matrices as rows that are made when they are read: what every instrument reads.
 
-An instrument sees `Rows`: some heads with the same tokens, padding already taken out, whose rows come in chunks of
-about `CHUNK_ENTRIES` numbers. So no instrument has to know about padding or mechanisms, and from query and key none
+An instrument takes `Rows`: some heads with the same tokens, padding already taken out, whose rows come in chunks of
+about `CHUNK_ENTRIES` numbers. So no instrument handles padding or mechanisms, and from query and key none
 holds an N x M matrix. `reading` makes them.
 
 Shapes: G heads of one piece (of one sample or of a batch without padding), N rows, M columns, D features; C rows of a
@@ -80,8 +80,8 @@ class MatrixRows(Rows):
 class SoftmaxRows(Rows):
     """Rows of softmax(q . k / sqrt(D)) (eq. 1); with `block_size`, only inside blocks or a window of so many tokens.
 
-    `mask` (N, M) is for what a model asks beyond causality: a bool tensor with True = may see, or a float tensor that
-    is added to the scores.
+    `mask` (N, M) is for what a model masks beyond causality: a bool tensor with True = may attend, or a float tensor
+    that is added to the scores.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class SoftmaxRows(Rows):
         if self.mask is None:
             return allowed
         rows = self.mask[index]
-        # A float mask says "never" with -inf or with a huge negative number, depending on who made it.
+        # A float mask excludes a key with -inf or with a huge negative number, depending on who made it.
         return allowed & (rows > torch.finfo(rows.dtype).min / 2 if rows.is_floating_point() else rows)
 
     def block(self, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How fast attention, seen as a Markov chain on tokens, forgets where it started: 1 - |lambda_2| (section 3.2.2).
+"""How fast attention, as a Markov chain on tokens, becomes independent of its start: 1 - |lambda_2| (section 3.2.2).
 
 Which way lambda_2 is found depends on what is known about the matrix:
 
@@ -95,7 +95,7 @@ def gap(rows: Rows) -> Tensor:
 
 
 def _second_on_diagonal(rows: Rows) -> Tensor:
-    """The largest P_ii but that of the first token, which is 1: it sees itself alone."""
+    """The largest P_ii but that of the first token, which is 1: it attends to itself alone."""
     largest = torch.zeros(rows.heads, dtype=torch.float64, device=rows.index.device)
     for index in rows.parts():
         later = index[index > 0]

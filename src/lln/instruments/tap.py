@@ -2,7 +2,7 @@
 
 Modules get a `forward` that reads its arguments and then calls the module's own; Hugging Face models are observed
 where they look up their attention function. Hooks would be simpler, but torch's fused encoder is not used with them,
-which rounds differently. What is looked at is copied without gradients, without random numbers, and outside autocast,
+which rounds differently. What is read is copied without gradients, without random numbers, and outside autocast,
 so that its cache of cast weights is never touched and values are not rounded more than the model's own.
 """
 
@@ -28,7 +28,7 @@ Reader = Callable[..., Capture]
 
 
 class _Watched:
-    """A module's forward that is seen first. In a copy or a pickle of the module it becomes the module's own again."""
+    """A module's forward whose arguments are read first. Copies and pickles of the module have its own forward."""
 
     def __init__(self, module: nn.Module, observe: Callable[..., None]) -> None:
         self.module, self.observe = module, observe
@@ -107,7 +107,7 @@ class Tap(AbstractContextManager["Tap"]):
 
 
 def attentions(model: nn.Module) -> list[tuple[str, nn.Module, Reader]]:
-    """The modules of a model whose arguments say what they attend to, with their names."""
+    """The modules of a model whose arguments are what they attend to, with their names."""
     found: list[tuple[str, nn.Module, Reader]] = []
     inside: set[int] = set()
     for name, module in model.named_modules():

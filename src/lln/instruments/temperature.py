@@ -63,7 +63,7 @@ def _of_matrix(rows: Rows) -> Tensor:
 
 
 def of_scores(rows: Rows) -> Tensor:
-    """From the scores that softmax sees, in two passes."""
+    """From the scores that the softmax is taken of, in two passes."""
     assert isinstance(rows, SoftmaxRows)
     zero = torch.zeros(rows.heads, 1, 1, dtype=torch.float64, device=rows.index.device)
     mean, variance = zero, zero

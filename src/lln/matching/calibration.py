@@ -35,7 +35,8 @@ DECIMALS = 5
 
 # Entropy matching goes as far as this part of the largest measured entropy deficit; from there on s² is proportional to
 # the score variance. In the paper's form no target is beyond that deficit. In the unbiased form it is about ln D: a
-# query chooses a feature and sees the keys whose largest feature it is. Near this limit s² hardly changes the entropy.
+# query chooses a feature and attends to the keys whose largest feature it is. Near this limit s² hardly changes the
+# entropy.
 REACH: dict[Form, float] = {"paper": 1.0, "unbiased": 0.75}
 
 # The published a and b come out for D = 64, a to 1 % and b to 5 %, when the line is fitted over these spreads: inputs
@@ -197,7 +198,7 @@ def published_range(on_step: Callable[[], None] = lambda: None) -> list[dict[str
 
 
 def matching_errors(on_step: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-    """How far LLN attention is from softmax after each matching, on Gaussian inputs that calibration has not seen.
+    """How far LLN attention is from softmax after each matching, on Gaussian inputs that calibration did not use.
 
     Two quantities: the log-variance, against the variance of the scores, and the entropy deficit, against softmax's.
     """

@@ -9,7 +9,7 @@ dimension, a little on the number of keys, and on what should agree:
     entropy     the mean entropy of its rows
 
 No closed form is known for the last two, so they are measured on Gaussian inputs and shipped as `curves.json`;
-`lln calibrate` makes that file anew and explains it. Between tabulated head dimensions and key counts the logarithm of
+`lln calibrate` makes that file and explains it. Between tabulated head dimensions and key counts the logarithm of
 s² is interpolated; below and above the tabulated variances s² follows its limits, see `_narrow`.
 
 Each form of LLN attention has its own curves. With a = alpha q, b = beta k, dq = q - m_q and dk = k - m_k,

@@ -35,7 +35,7 @@ CHUNK_TOKENS = 2048
 # needs many more at once to be busy. (Tokens of a piece: see `piece_tokens`.)
 PIECE_ENTRIES, ACCELERATOR_FACTOR = 2**20, 16
 
-# Statistics see larger entries as this, so that no square or sum of squares overflows float32.
+# Statistics replace larger entries by this, so that no square or sum of squares overflows float32.
 LARGEST_ENTRY = 1e15
 # Entries that vary less than this count as constant: alpha and beta are 0, which is as good as any value for them.
 SMALLEST_SIGMA = 1e-30
@@ -54,7 +54,7 @@ class Moments:
     def scales(self, *, head_dim: int, matching: Matching, form: Form = "paper") -> tuple[Tensor, Tensor]:
         """alpha and beta of eq. 10.
 
-        Softmax does not see what all scores of a row have in common, which keys with a mean far from zero make large;
+        Softmax cancels what all scores of a row have in common, which keys with a mean far from zero make large;
         so what is matched is the variance within rows. With keys around zero, as the paper assumes, both are the same.
         """
         spread = matched_spread(self.row_variance, self.num_keys, head_dim=head_dim, matching=matching, form=form)
@@ -84,7 +84,7 @@ def measure_moments(
     - `scope="sample"`: per sample and head, the exact variance of all scores, with the paper's C_cross in it;
     - `scope="batch"`: one sigma_q and sigma_k for everything and the product sigma_q² sigma_k² for the variance, with
       the unbiased estimate of the sigmas: the paper's code;
-    - `is_causal=True`: the statistics of each prefix, with the product form, because the scores of a few tokens say
+    - `is_causal=True`: the statistics of each prefix, with the product form, because the scores of a few tokens tell
       little about their variance while sigma_q and sigma_k are right to 20 % from the first token on (D = 64).
     """
     check_choice("scope", scope, SCOPES)

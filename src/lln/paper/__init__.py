@@ -4,7 +4,7 @@ The attributes of a module define what it is:
 
     make(results, file)             a table, from what is recorded in the folder `results`
     read(results), draw(...)        a figure of recorded runs
-    count, measure, draw            a figure that is measured when it is asked for
+    count, measure, draw            a figure that is measured when it is requested
     JOBS                            the runs behind it, which `lln reproduce NAME` starts
     MADE_BY                         of a table that is measured and not trained: the command that does
 

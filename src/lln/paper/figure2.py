@@ -26,7 +26,7 @@ STYLES = {
     "quadratic": CurveStyle("quadratic, linear", GREY, "--"),
 }
 
-FLAT = ("lln_unmatched", "elu", "relu", "quadratic")  # too close to uniform attention to be told apart at full scale
+FLAT = ("lln_unmatched", "elu", "relu", "quadratic")  # too close to uniform attention to be distinguished at full scale
 
 
 def concentration(mechanism: str, query: Tensor, key: Tensor) -> tuple[float, float]:

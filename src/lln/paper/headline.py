@@ -25,7 +25,7 @@ COLUMNS = ["", "softmax", "LLN", "LLN+Diag", "more"]
 GLUE = {"lln": ("lln_ours", "lln"), "lln_diag": ("lln_diag_ours", "lln_diag")}
 
 
-def make(results: Path, file: str = "headline") -> Table:
+def make(results: Path) -> Table:
     """The table of headline numbers; its links lead to pages from the folder above docs."""
     rows = [*_speed(results), *_decoding(results), *_kept(results), *_glue(results)]
     return Table("Measured; in brackets, how many times less than softmax", COLUMNS, rows, _notes(results))

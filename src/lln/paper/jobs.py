@@ -80,7 +80,7 @@ class Request:
             raise ValueError(f"at least one job must run at a time, got {self.side_by_side}")
 
     def select(self, target: str, runs: Iterable[Run], *, hint: str = "") -> list[Run]:
-        """The runs of the methods, tasks and seeds that are asked for; all where none are named.
+        """The runs of the methods, tasks and seeds that are requested; all where none are named.
 
         Args:
             target: what the runs are behind, for messages.

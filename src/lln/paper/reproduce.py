@@ -43,7 +43,7 @@ def targets() -> list[str]:
 
 
 def chosen_jobs(target: str, request: Request) -> list[Job]:
-    """The jobs that are asked for, with those that they start from."""
+    """The jobs that are requested, with those that they start from."""
     planned = jobs(target)
     found = request.select(target, planned)
     needed = {job.after for job in found}

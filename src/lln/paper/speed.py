@@ -22,7 +22,7 @@ ATTENTION = {
 NOTHING = "Nothing has been measured yet.\n"
 
 
-def make(results: Path, file: str = "") -> str:
+def make(results: Path) -> str:
     """All measurements of a folder that there are in Markdown, each with its machine, commit and command."""
     attention, decode, model = (_read(results, name) for name in ("attention", "decode", "table2"))
     sections = []
@@ -39,7 +39,7 @@ def make(results: Path, file: str = "") -> str:
     return "\n".join(sections) or NOTHING
 
 
-def goals(results: Path, file: str = "") -> str:
+def goals(results: Path) -> str:
     """Which goals of development the measurements reach."""
     outcomes = []
     if (result := _read(results, "attention").get("attention-float32")) is not None:
@@ -52,7 +52,7 @@ def goals(results: Path, file: str = "") -> str:
     return "\n".join(sections) or NOTHING
 
 
-def kernels(results: Path, file: str = "") -> str:
+def kernels(results: Path) -> str:
     """Kernels for GPUs as they are compiled, and bounds of their time."""
     found = _read(results, "kernels")
     if not {"kernels", "bounds"} <= set(found):
@@ -63,7 +63,7 @@ def kernels(results: Path, file: str = "") -> str:
     return "\n".join([head, *(table.markdown() for table in tables)])
 
 
-def summary(results: Path, file: str = "") -> str:
+def summary(results: Path) -> str:
     """LLN and LLN+Diag beside softmax attention, at all lengths: times, and how many times as fast."""
     tables = []
     if (result := _read(results, "attention").get("attention-float32")) is not None:

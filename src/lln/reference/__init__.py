@@ -1,8 +1,8 @@
-"""The same functions on explicit matrices, one formula a line and no tricks: what all tests compare with.
+"""The same functions on explicit matrices, one formula a line, without optimisations: what all tests compare with.
 
-Everything is written as the paper writes it, or as its words say it, sample by sample and head by head where that is
-plainer: slow, O(N M D) memory, any float dtype (float64 for a yardstick). Where `lln.functional` has a mask, this has
-indexing; where it has a recurrence, this has a loop over prefixes; packed sequences are computed one by one.
+Everything is written as the paper writes it, or as it is described there, sample by sample and head by head where that
+is plainer: slow, O(N M D) memory, any float dtype (float64 to compare with). Where `lln.functional` has a mask, this
+has indexing; where it has a recurrence, this has a loop over prefixes; packed sequences are computed one by one.
 
 Shapes: B batch, H query heads, H_k key heads, N queries, M keys, D features of a head.
 """
@@ -45,7 +45,7 @@ def softmax_attention(
     is_causal: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q . k / sqrt(D)) v (eq. 1), with a matrix and without a trick.
+    """softmax(q . k / sqrt(D)) v (eq. 1), with an explicit matrix.
 
     Args:
         query, key, value, key_padding_mask, is_causal, cu_seqlens: as in `lln.lln_attention`.
@@ -143,9 +143,9 @@ def block_diagonal_attention(
 ) -> Tensor:
     """Softmax attention among near tokens, where only kept tokens count; i and j are their numbers, from 0 on.
 
-    - `near="blocks"`: i sees j where i // block_size = j // block_size;
-    - `near="window"`: i sees j from i - (block_size - 1) // 2 to i + block_size // 2: block_size tokens, fewer at the
-      ends; with `is_causal=True` from i - block_size + 1 to i.
+    - `near="blocks"`: i attends to j where i // block_size = j // block_size;
+    - `near="window"`: i attends to j from i - (block_size - 1) // 2 to i + block_size // 2: block_size tokens, fewer at
+      the ends; with `is_causal=True` from i - block_size + 1 to i.
 
     Args:
         query, key, value, block_size, near, key_padding_mask, is_causal, cu_seqlens: as in

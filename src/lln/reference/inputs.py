@@ -1,4 +1,4 @@
-"""What the functions on explicit matrices share: packed sequences, heads, pairs that see each other, scales."""
+"""What the functions on explicit matrices share: packed sequences, heads, pairs that attend to each other, scales."""
 
 import math
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def _part(scale: float | Tensor | None, start: int, end: int, total: int) -> flo
 
 
 def allowed_pairs(query: Tensor, key: Tensor, key_padding_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Which key each query may see, (B, 1, N, M)."""
+    """Which key each query may attend to, (B, 1, N, M)."""
     _, keep = read_paddings(query, key, key_padding_mask, None)
     allowed = torch.ones(query.shape[0], 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
     if is_causal:

@@ -94,7 +94,7 @@ def match_moments(
         else:
             q, k = kept(query, keep_query, s), kept(key, keep_key, s)
             scores = q @ k.mT / math.sqrt(head_dim)
-            deviation = scores - scores.mean(dim=2, keepdim=True)  # softmax does not see the mean of a row
+            deviation = scores - scores.mean(dim=2, keepdim=True)  # softmax cancels the mean of a row
             variance = deviation.square().mean(dim=(1, 2)) if scores.numel() else scores.new_zeros(heads)
             rows.append(scales(sigma(q), sigma(k), variance, k.shape[1]))
     alpha, beta = (torch.stack(list(x)) for x in zip(*rows, strict=True))

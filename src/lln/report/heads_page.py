@@ -150,7 +150,7 @@ def _color(value: float, low: float, high: float) -> str:
 
 
 def _data(inspection: Inspection) -> dict[str, Any]:
-    """What the script reads; its comments say how."""
+    """What the script reads, as described in its comments."""
     layers = list(dict.fromkeys(record["layer"] for record in inspection.records))
     heads = []
     for record, details in zip(inspection.records, inspection.details, strict=True):

@@ -13,7 +13,7 @@ MARKS = re.compile(
 
 
 def update(text: str, parts: Mapping[str, Callable[[str], str]]) -> str:
-    """A page with what is between its marks made anew.
+    """A page with what is between its marks replaced.
 
     Args:
         text: the page.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, float | int | str]
 
-# Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; yellow is too light for lines.
+# Okabe and Ito's palette, distinguishable with any kind of colour blindness; yellow is too light for lines.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
 
@@ -121,7 +121,7 @@ def panels(
     grid = figure.subplots(rows, count // rows, squeeze=False)
     engine = figure.get_layout_engine()
     assert engine is not None
-    # The base class does not know what its constrained layout takes: here space for the footer and between the panels.
+    # The base class does not declare what the constrained layout takes: space for the footer and between the panels.
     engine.set(rect=(0.0, FOOTER_HEIGHT, 1.0, 1.0 - FOOTER_HEIGHT), w_pad=0.09)  # type: ignore[call-arg]
     figure.suptitle(title, fontsize=11.5, fontweight="bold")
     figure.text(0.008, 0.012, footer, fontsize=7.0, color="#555555", ha="left", va="bottom")

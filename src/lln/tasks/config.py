@@ -1,7 +1,7 @@
 """Settings of a run: frozen dataclasses whose fields are also the flags of `lln train` and `lln linearize`.
 
 Presets mean the same everywhere. `laptop`, the default: for two cores, minutes to half an hour a run. `paper`: the
-published settings. `quick` and `pretrained`, where there are such, say in the help of their command what they are.
+published settings. `quick` and `pretrained`, where there are such, are described in the help of their command.
 """
 
 import ast

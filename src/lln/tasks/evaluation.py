@@ -43,7 +43,7 @@ def evaluate(
     on_batch: Callable[[float], None],
     sequence_parallel: int = 1,
 ) -> dict[str, float]:
-    """Means of what `score` sums, and what `measure` finds, which sees all examples in some order.
+    """Means of what `score` sums, and what `measure` finds, which gets all examples in some order.
 
     Each process takes its part of the examples, or several beside each other (`sequence_parallel`) parts of the same
     sequences. `on_batch` is called with the share that is done.

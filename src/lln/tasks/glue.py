@@ -98,7 +98,7 @@ def train(config: GlueConfig, *, out: Path | None = None, data_dir: Path | None 
         tune = partial(_fit, start=start, tokenizer=start.tokenizer(), quiet=quiet)
         notes: dict[str, Any] = {"train_examples": len(rows), "eval_examples": len(validation)}
         if len(config.rates) > 1:
-            trials = try_rates(config, run, rows, tune, quiet=quiet)
+            trials = try_rates(config, run, rows, tune)
             notes["trials"] = {f"{rate:g}": value for rate, (value, _) in trials.items()}
             config = dataclasses.replace(config, learning_rate=max(trials, key=trials.__getitem__))
         elif config.rates:
@@ -108,7 +108,7 @@ def train(config: GlueConfig, *, out: Path | None = None, data_dir: Path | None 
 
 
 def try_rates(
-    config: GlueConfig, run: RunFolder, rows: Any, tune: Callable[..., Summary], *, quiet: bool
+    config: GlueConfig, run: RunFolder, rows: Any, tune: Callable[..., Summary]
 ) -> dict[float, tuple[float, float]]:
     """What each rate gets on held-out training examples: the task's metric, and the loss with its sign changed.
 

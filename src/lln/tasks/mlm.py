@@ -29,7 +29,7 @@ __all__ = ["MlmConfig", "RobertaForMaskedLM", "build_model", "roberta_config", "
 
 
 class RobertaForMaskedLM(transformers.RobertaForMaskedLM):  # type: ignore[no-untyped-call]
-    """The same model, name and weights; asked for a loss it computes logits of the labelled positions alone.
+    """The same model, name and weights; with labels it computes logits of the labelled positions alone.
 
     The vocabulary makes the last layer the dearest one, and six of seven positions have no label. `logits` is then
     (labels, vocabulary).

@@ -37,8 +37,8 @@ class MlmConfig(TrainConfig):
     length: int = setting(128, "Tokens in an example.")
     pack: bool = setting(
         False,
-        "Keep documents apart: an example holds several, or parts of them, none of which sees another, and positions "
-        "start again with each. Left out, examples are cut from the joined text.",
+        "Keep documents apart: an example holds several, or parts of them, none of which attends to another, and "
+        "positions start again with each. Left out, examples are cut from the joined text.",
     )
     mask_probability: float = setting(0.15, "Share of the tokens that are to be predicted.")
     eval_examples: int | None = setting(None, "Validate on the first so many examples; left out, on all.")
@@ -208,7 +208,7 @@ def is_hugging_face(folder: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig(TrainConfig):
-    """Images. Preset `paper`: twelve layers, 128 wide, a hundred epochs; what the paper does not say is that of the
+    """Images. Preset `paper`: twelve layers, 128 wide, a hundred epochs; what the paper does not state is that of the
     Dogs vs Cats example of the code base it names: 224 pixels, patches of 32, eight heads, Adam at 3e-5.
     """
 

@@ -44,10 +44,10 @@ CONFIG, DATA, PROVENANCE, SUMMARY = "config.json", "data.json", "provenance.json
 MANIFEST, METRICS, HEADS = "manifest.json", "metrics.jsonl", "records.jsonl"
 # What to do if a file of a run folder is damaged.
 RESTORE = {
-    CONFIG: "restore it, or begin the run anew in another folder",
-    DATA: "remove it, and the command of the run writes it anew",
-    PROVENANCE: "remove it, and the command of the run writes it anew",
-    SUMMARY: "remove it, and the command of the run writes it anew from the last checkpoint",
+    CONFIG: "restore it, or begin the run again in another folder",
+    DATA: "remove it, and the command of the run writes it again",
+    PROVENANCE: "remove it, and the command of the run writes it again",
+    SUMMARY: "remove it, and the command of the run writes it again from the last checkpoint",
 }
 
 
@@ -179,7 +179,7 @@ class RunFolder:
             shutil.rmtree(aside)
 
     def cut(self, step: int) -> None:
-        """Forget what was measured after `step`, so that a continued run measures no step twice."""
+        """Remove what was measured after `step`, so that a continued run measures no step twice."""
         if not self.main:
             return
         # A line of metrics counts the steps done, a record the steps done before it.
@@ -216,7 +216,7 @@ class RunFolder:
         metrics = self.path / METRICS
         measured = self._checkpoints() or (metrics.exists() and metrics.stat().st_size > 0)
         if self._kept is not None and not measured and not (self.path / SUMMARY).exists():
-            with suppress(OSError):  # what stopped the run is to be said; of folders, only empty ones are removed
+            with suppress(OSError):  # the error that stopped the run is raised; of folders, only empty ones are removed
                 for path in set(self.path.iterdir()) - self._kept:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 for folder in self._made:
@@ -240,7 +240,7 @@ class RunFolder:
 
 
 def check_same(path: Path, values: Mapping[str, Any], what: str) -> None:
-    """Refuse to go on with a run whose file `path` says that it began with other values."""
+    """Refuse to go on with a run whose file `path` records that it began with other values."""
     before = _read(path)
     different = [name for name in before | dict(values) if before.get(name) != values.get(name)]
     if different:

@@ -1,4 +1,4 @@
-"""Models and optimisers as bytes, so that whoever writes them sees every error of the disk."""
+"""Models and optimisers as bytes, so that the writer gets every error of the disk."""
 
 import io
 from pathlib import Path

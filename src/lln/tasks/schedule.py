@@ -21,11 +21,11 @@ PARENT = "LLN_SCHEDULER"  # environment variable of a job: the process that star
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A job: `lln COMMAND`, and how to see that it is finished."""
+    """A job: `lln COMMAND`, and how to find out that it is finished."""
 
     name: str
     log: Path
-    command: Callable[[], list[str]]  # asked for when the job starts: it may depend on what earlier jobs found
+    command: Callable[[], list[str]]  # called when the job starts: it may depend on what earlier jobs found
     is_finished: Callable[[], bool]
     record: Callable[[], str]  # records what a finished job found, and returns a short text on it
     is_ready: Callable[[], bool] = lambda: True  # whether what it starts from is finished

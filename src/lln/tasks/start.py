@@ -62,7 +62,7 @@ def find_start(folder: str) -> Start:
     """What a folder holds; refuses what is neither a finished pre-training run nor a Hugging Face encoder."""
     if not folder:
         raise ValueError(
-            "say what to start from: --from FOLDER, a run of `lln train mlm`, a Hugging Face encoder, or what "
+            "give what to start from: --from FOLDER, a run of `lln train mlm`, a Hugging Face encoder, or what "
             "`lln linearize` wrote"
         )
     if is_hugging_face(folder):
@@ -126,11 +126,11 @@ class PretrainingRun:
         weights = safetensors.torch.load_file(Path(self.folder) / "model" / "model.safetensors")
         encoder = {name: tensor for name, tensor in weights.items() if name.startswith("roberta.")}
         missing, unknown = model.load_state_dict(encoder, strict=False)
-        # Another attention than before may have parameters of its own, which start anew.
+        # Another attention than before may have parameters of its own, which are initialised.
         missing = [name for name in missing if not name.startswith("classifier.") and ".mechanism." not in name]
         unknown = [name for name in unknown if ".mechanism." not in name]
         if missing or unknown:
-            raise ValueError(f"{self.folder} holds other weights than its config says: {', '.join(missing + unknown)}")
+            raise ValueError(f"{self.folder} holds other weights than its config has: {', '.join(missing + unknown)}")
         return model
 
 
@@ -216,7 +216,7 @@ def resolved(config: GlueConfig, start: Start) -> dict[str, Any]:
 
 @contextmanager
 def _no_messages() -> Iterator[None]:
-    """Without transformers' list of the weights of a head that starts anew, and without its progress bar."""
+    """Without transformers' list of the weights of a head that is initialised, and without its progress bar."""
     before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

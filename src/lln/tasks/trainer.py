@@ -1,6 +1,6 @@
 """Training that can be killed at any moment: transformers' Trainer, whose every step is a function of its number.
 
-Which examples a step sees, how they are masked or augmented, and what dropout draws depend on the seed and the number
+Which examples a step uses, how they are masked or augmented, and what dropout draws depend on the seed and the number
 of the step alone, so a checkpoint holds weights and optimiser, and no state of random numbers. The continued run is
 the uninterrupted one, bit for bit on a CPU. With several processes each takes its part of the same batch.
 """
@@ -169,7 +169,7 @@ class _Trainer(Trainer):
             seed=config.seed,
             train_sampling_strategy="sequential",  # the data set itself is in the order of the steps
             remove_unused_columns=False,
-            logging_strategy="no",  # _Flow says when to log, evaluate and save
+            logging_strategy="no",  # _Flow decides when to log, evaluate and save
             eval_strategy="no",
             save_strategy="no",
             logging_nan_inf_filter=False,

@@ -1,4 +1,4 @@
-"""Images: a ViT trained from nothing to tell dogs from cats (the paper's table 3 and figures 9 and 10)."""
+"""Images: a ViT trained from a random start on pictures of dogs and cats (the paper's table 3 and figures 9 and 10)."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ __all__ = ["VisionConfig", "build_model", "read_images", "train"]
 
 
 class Pictures:
-    """Images as {"pixel_values", "labels"}, between -1 and 1; with a seed, mirrored and moved anew in each epoch."""
+    """Images as {"pixel_values", "labels"}, between -1 and 1; with a seed, mirrored and moved again in each epoch."""
 
     def __init__(self, data: ImageData, *, seed: int | None = None) -> None:
         self._data, self._seed = data, seed

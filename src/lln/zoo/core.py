@@ -42,7 +42,7 @@ class Softmax(PeerMechanism):
 
             return on_kept_tokens(mix, query, key, value, keep)
         allowed = keep[:, None, None, :]  # broadcasts: a row for each query would take N x M
-        some = allowed.any(dim=-1, keepdim=True)  # SDPA gives NaN where nothing may be seen; here it is zero
+        some = allowed.any(dim=-1, keepdim=True)  # SDPA gives NaN where everything is masked; here it is zero
         output = scaled_dot_product_attention(
             query, fill_padding(key, keep), fill_padding(value, keep), attn_mask=allowed | ~some
         )

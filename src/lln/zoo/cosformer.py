@@ -1,4 +1,4 @@
-"""cosFormer: linear attention that prefers near tokens."""
+"""cosFormer: linear attention with larger weights for near tokens."""
 
 import math
 
@@ -32,7 +32,7 @@ class CosFormer(PeerMechanism):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
         longest = max(query.shape[2], key.shape[2])
         if self.max_len is None and is_causal:
-            raise ValueError("causal cosformer would see the length of its future: build it with max_len=")
+            raise ValueError("causal cosformer would depend on the length of its future: build it with max_len=")
         if self.max_len is not None and longest > self.max_len:
             raise ValueError(f"cosformer was built for max_len={self.max_len} tokens, got {longest}; build it for more")
         dtype = accumulator(query.dtype)

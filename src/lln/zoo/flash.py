@@ -33,7 +33,7 @@ class Flash(PeerMechanism):
     the mechanism owns. The sum over chunks takes all of them, and n counts all kept tokens; with a causal mask it takes
     the chunks before that of i, n = C, and only j <= i count inside the chunk. There is no sum of weights to divide by.
 
-    Chunks count kept tokens. The paper's chunk is 256. Its formula says nothing of scale; scores over the number of
+    Chunks count kept tokens. The paper's chunk is 256. Its formula has no scale; scores over the number of
     tokens, before the square, are its pseudo-code's, and n and C for the sums are those of FLASH-pytorch. Scales start
     at 1, so that a new mechanism attends with the queries and keys that it is given.
     """

@@ -23,7 +23,7 @@ from lln.zoo.window import blocks, join_blocks
 
 # The paper's tau: gates are its root of a sigmoid, which brings them closer to 1.
 TEMPERATURE = 16.0
-# sigmoid(4)^(1/16) = 0.999: a new mechanism forgets little. The published layer starts at 0.5^(1/16) = 0.96.
+# sigmoid(4)^(1/16) = 0.999: a new mechanism decays slowly. The published layer starts at 0.5^(1/16) = 0.96.
 FIRST_BIAS = 4.0
 
 

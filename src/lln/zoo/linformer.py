@@ -38,7 +38,7 @@ class Linformer(PeerMechanism):
         self, *, num_heads: int, head_dim: int, max_len: int | None = None, rank: int = RANK, share_kv: bool = False
     ) -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim, max_len=max_len)
-        assert max_len is not None  # the registry has asked for it
+        assert max_len is not None  # the registry requires it
         check_at_least(1, rank=rank)
         # Entries of variance 1 / R keep inner products on average: the random projection of the paper's theorem.
         self.project_key = nn.Parameter(torch.randn(rank, max_len) * rank**-0.5)

@@ -1,4 +1,4 @@
-"""Longformer: a sliding window, and a few tokens that see everything and are seen by everyone."""
+"""Longformer: a sliding window, and a few tokens that attend to all tokens and that all tokens attend to."""
 
 from functools import partial
 
@@ -72,7 +72,7 @@ class Longformer(PeerMechanism):
             may_attend=may_attend,
             extra=Extra(key[:, :, :num_global], value[:, :, :num_global], allowed),
         )
-        if is_causal or num_global == 0:  # all that a global token may see with a causal mask is global too
+        if is_causal or num_global == 0:  # all that a global token may attend to with a causal mask is global too
             return output
         scores = query[:, :, :num_global] * self.head_dim**-0.5 @ key.mT
         everything = masked_softmax(scores, visible[:, None, None]) @ value

@@ -53,7 +53,7 @@ class RandomFeatures(PeerMechanism):
         self.redraw()
 
     def add_parameters(self) -> None:
-        """For mechanisms that learn something beside their random vectors."""
+        """For mechanisms with parameters beside their random vectors."""
 
     def default_features(self) -> int:
         raise NotImplementedError

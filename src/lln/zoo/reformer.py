@@ -11,8 +11,8 @@ from lln.zoo.registry import PeerMechanism, register
 from lln.zoo.window import on_kept_tokens
 
 # The score of a token for itself where queries are keys: it would be the largest of its row, so it is to count only
-# when there is nothing else to see. The value is reformer-pytorch's; any between all other scores and the masked ones
-# would do.
+# when there is nothing else to attend to. The value is reformer-pytorch's; any between all other scores and the masked
+# ones would do.
 SELF_SCORE = -5e4
 
 
@@ -35,7 +35,8 @@ SELF_SCORE = -5e4
     ),
 )
 class Reformer(PeerMechanism):
-    """In each of R = `rounds` rounds, sort tokens by their bucket and let chunks see themselves and the one before,
+    """In each of R = `rounds` rounds, sort tokens by their bucket and let chunks attend to themselves and the one
+    before,
 
         bucket(x) = argmax over [x R_r, -x R_r]      out = sum_r exp(z_r - logsumexp_r z_r) out_r
         out_r, z_r = softmax attention, and the logsumexp of its scores, in the chunk of C tokens and the one before
@@ -44,9 +45,10 @@ class Reformer(PeerMechanism):
     that is met in several rounds counts in each: the paper divides its weight by their number, and that
     correction is left out.
 
-    `shared_qk=True` is the published form: the query is also the key, at unit length; a token sees itself only if it
-    sees no other; `key` takes no part. With `shared_qk=False`, the default, `key` counts: queries and keys have their
-    own hashes and are sorted in one sequence, so that a chunk holds C tokens of both kinds, of which the keys are seen.
+    `shared_qk=True` is the published form: the query is also the key, at unit length; a token attends to itself only if
+    it attends to no other; `key` takes no part. With `shared_qk=False`, the default, `key` counts: queries and keys
+    have their own hashes and are sorted in one sequence, so that a chunk holds C tokens of both kinds, and its queries
+    attend to the keys.
 
     The rotations R_r are drawn once, from `seed` or from torch's generator, and are part of the state dict. The paper
     has as many buckets as chunks; a fixed number keeps hashing linear and the result independent of padding.
@@ -118,7 +120,7 @@ class Reformer(PeerMechanism):
             return torch.cat((torch.cat((final, x[:, :, :-1]), dim=2), x), dim=3)
 
         visible = look_back(chunks(seen[:, None, :, None])).mT  # (B, H, n, 1, 2C)
-        alone = (last == 0)[:, None, None, None, None]  # a single chunk is not to be seen twice
+        alone = (last == 0)[:, None, None, None, None]  # a single chunk must not count twice
         visible = visible & ~(alone & (torch.arange(2 * self.chunk_size, device=alone.device) < self.chunk_size))
         scores = chunks(queries) * self.head_dim**-0.5 @ look_back(chunks(keys)).mT
         if self.shared_qk:

@@ -21,7 +21,7 @@ from lln.packed import attend_packed
 
 @dataclass(frozen=True)
 class Description:
-    """What there is to know about a mechanism before choosing it."""
+    """What describes a mechanism, to choose it by."""
 
     name: str
     title: str  # as in the tables, e.g. "Nyströmformer"
@@ -77,13 +77,13 @@ class PeerMechanism(Mechanism):
             value: (B, H_k, M, V).
             key_padding_mask: (B, M) bool with True = keep, or (B,) lengths.
             cu_seqlens: bounds of packed sequences, (S + 1,), in inputs with B = 1.
-            is_causal: query i sees the keys up to i.
+            is_causal: query i attends to the keys up to i.
 
         Returns:
             The output (B, H, N, V), with zeros for padding where queries are keys.
 
         Raises:
-            ValueError: the input does not fit what the mechanism was built for, or asks for what it cannot do.
+            ValueError: the input does not fit what the mechanism was built for, or needs what it cannot do.
         """
         description = self.description
         if cu_seqlens is not None:
@@ -123,7 +123,7 @@ class PeerMechanism(Mechanism):
             key: (B, H, M, D).
             value: (B, H, M, V).
             keep: (B, M) bool with True = keep; None if all are kept.
-            is_causal: query i sees the keys up to i.
+            is_causal: query i attends to the keys up to i.
 
         Returns:
             The output (B, H, N, V).

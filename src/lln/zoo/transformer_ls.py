@@ -30,7 +30,7 @@ from lln.zoo.window import (
     padding=True,
     cross=False,
     left_outside=(
-        "the causal form, which sees r summaries of each earlier segment and grows with the square of the length; "
+        "the causal form, which attends to r summaries of each earlier segment, growing with the square of the length; "
         "projection weights from the input of the layer (here from the keys of the head)"
     ),
 )
@@ -52,7 +52,7 @@ class TransformerLS(PeerMechanism):
         super().__init__(num_heads=num_heads, head_dim=head_dim, max_len=max_len)
         check_at_least(1, segment=segment, rank=rank)
         self.segment = segment
-        # No bias: it would be the same for all tokens, and the softmax over tokens would not see it.
+        # No bias: it would be the same for all tokens, and cancel in the softmax over tokens.
         self.projection = nn.Parameter(torch.randn(num_heads, head_dim, rank) * head_dim**-0.5)
         self.short_norm = nn.LayerNorm(num_heads * head_dim)
         self.long_norm = nn.LayerNorm(num_heads * head_dim)

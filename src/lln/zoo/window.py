@@ -1,6 +1,6 @@
 """Softmax attention in sliding windows, and what mechanisms that depend on positions share.
 
-Shapes: B batch, H heads, N tokens, D features of a head, V value width; n blocks of C tokens, each of which sees
+Shapes: B batch, H heads, N tokens, D features of a head, V value width; n blocks of C tokens, each of which attends to
 L = before + C + after keys; E extra keys that do not depend on the position of the query.
 """
 

@@ -43,7 +43,7 @@ def assert_private(library, folder):
 
 
 def user(code=""):
-    """What a user sees in a new process: the output, with warnings."""
+    """What a user gets in a new process: the output, with warnings."""
     script = f"""
 import warnings, torch, lln
 with warnings.catch_warnings(record=True) as caught:
@@ -84,10 +84,10 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_library_is_built_anew_with_one_warning(folder, compiler, compiled, damage):
+def test_a_damaged_library_is_rebuilt_with_one_warning(folder, compiler, compiled, damage):
     library = build.build("portable")
     library.write_bytes(damage(compiled))
-    with pytest.warns(UserWarning, match=re.escape(f"{library} is damaged: the fused code was built anew")):
+    with pytest.warns(UserWarning, match=re.escape(f"{library} is damaged: the fused code was rebuilt")):
         assert build.build("portable") == library
     assert library.read_bytes() == compiled
     assert build.build("portable") == library  # without a warning, which would be an error
@@ -113,12 +113,12 @@ def test_only_a_regular_file_is_loaded(folder, tmp_path):
     library = build.build("portable")
     library.rename(tmp_path / "elsewhere.so")
     library.symlink_to(tmp_path / "elsewhere.so")
-    with pytest.warns(UserWarning, match="is not a regular file: the fused code was built anew"):
+    with pytest.warns(UserWarning, match="is not a regular file: the fused code was rebuilt"):
         assert build.build("portable") == library
     assert not library.is_symlink()
 
 
-def test_a_library_that_others_can_write_is_built_anew(folder, compiler):
+def test_a_library_that_others_can_write_is_rebuilt(folder, compiler):
     library = build.build("portable")
     library.chmod(0o666)
     with pytest.warns(UserWarning, match=re.escape(f"other users can write to {library} (mode 0666)")):
@@ -127,7 +127,7 @@ def test_a_library_that_others_can_write_is_built_anew(folder, compiler):
 
 
 @needs_root
-def test_a_library_of_another_user_is_built_anew(folder, compiler):
+def test_a_library_of_another_user_is_rebuilt(folder, compiler):
     library = build.build("portable")
     os.chown(library, OTHER, OTHER)
     with pytest.warns(UserWarning, match=re.escape(f"{library} belongs to another user (user ID {OTHER})")):
@@ -289,7 +289,7 @@ def test_a_compiler_that_does_not_repeat_itself_and_a_stopped_process_do_no_harm
         damaged.write_bytes(content)
     first.write_bytes(b"")
     second.write_bytes(b"")
-    with pytest.warns(UserWarning, match="is damaged; .* is damaged: the fused code was built anew"):
+    with pytest.warns(UserWarning, match="is damaged; .* is damaged: the fused code was rebuilt"):
         assert build.build("portable") == second
     assert not first.exists()
     assert runs(compiler) == 3

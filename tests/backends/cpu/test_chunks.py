@@ -92,7 +92,7 @@ def test_whole_heads_give_the_same_bits_whoever_takes_them(tokens):
 
 
 def test_results_in_large_pages(tokens):
-    """Results of 32 MB and more are asked for in large pages, whatever their layout."""
+    """Large pages are requested for results of 32 MB and more, whatever their layout."""
     q, k, v = tokens(B=1, H=4, N=33_000, D=64, dtype=torch.float32)
     spread = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     ours = [lln.lln_attention(*x) for x in ((q, k, v), spread)]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(build_problem() is not None, reason="no C compil
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch, compiled):
-    """A library beside the package, undamaged; `load` begins anew."""
+    """A library beside the package, undamaged; `load` starts without a library."""
     library = tmp_path / f"fused-{build.choose_flavour()}-{hashlib.sha256(compiled).hexdigest()}.so"
     library.write_bytes(compiled)
     monkeypatch.setattr(build, "shipped_library", lambda flavour: library if flavour in library.name else None)

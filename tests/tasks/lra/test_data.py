@@ -1,4 +1,4 @@
-"""Data of the tasks: what is read, what is held out, what is cached, and what is said when something is missing."""
+"""Data of the tasks: what is read, what is held out, what is cached, and the errors when something is missing."""
 
 import gzip
 import json
@@ -152,7 +152,7 @@ def test_cache_is_checked(tmp_path):
     assert path.stat().st_mtime_ns == written
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.warns(UserWarning, match="anew"):
+    with pytest.warns(UserWarning, match="again"):
         third = generated("listops", (6, 2, 3), seed=1, workers=1)
     assert path.read_bytes() == whole
     for other in (again, third):

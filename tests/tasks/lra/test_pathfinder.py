@@ -1,4 +1,4 @@
-"""Pathfinder: geometry of the paths, fair labels, nothing in simple statistics that tells the label."""
+"""Pathfinder: geometry of the paths, fair labels, no simple statistics that give the label."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_paths_keep_apart(dashes):
     assert distance.min() > CLEARANCE - 1e-3
 
 
-def test_dots_are_where_the_label_says():
+def test_dots_agree_with_the_label():
     """Follow the dashes of the picture's paths from dot to dot, without knowing how the label was drawn."""
     random = np.random.default_rng(2)
     kept = {}
@@ -85,7 +85,7 @@ def test_balanced_and_of_full_range(made):
     assert (pictures == 0).mean() > 0.5
 
 
-def test_simple_statistics_do_not_tell_the_label(made):
+def test_simple_statistics_do_not_give_the_label(made):
     """Logistic regression on brightness, its spread and quarters, and the places and distance of the dots."""
     pictures = made.inputs[0].symbols.reshape(-1, 32, 32).astype(float) / 255
     bright = pictures > 0.9

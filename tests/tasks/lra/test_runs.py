@@ -234,7 +234,16 @@ def test_bench_gives_each_method_the_options_that_it_has(monkeypatch, tmp_path):
 
     monkeypatch.setattr(bench, "training_step", training_step)
     monkeypatch.setattr(bench, "peak_memory", lambda task, method, *, options, **_: len(options) + 1)
-    arguments = ["bench", "lra", "--tasks", "text", "--methods", "softmax_explicit,reformer,lln_diag", "--seconds", "0"]
+    arguments = [
+        "bench",
+        "lra",
+        "--tasks",
+        "text",
+        "--mechanisms",
+        "softmax_explicit,reformer,lln_diag",
+        "--seconds",
+        "0",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--option", "rounds=4", "--option", "block_size=32", "--json"])
     assert done.exit_code == 0, done.output
     assert made == {

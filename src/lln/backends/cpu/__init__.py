@@ -77,7 +77,7 @@ class CpuBackend(Backend):
     def why_not_advance(self, recurrence: Recurrence) -> str | None:
         if torch.compiler.is_compiling():
             return "torch.compile traces the operations of a state"
-        query, key, value, _, memory, alpha, beta, _, _, key_weight, _, near_query, near_key, *_ = recurrence
+        query, key, value, memory, _, alpha, beta, _, _, key_weight, _, near_query, near_key, *_ = recurrence
         reason = _unsupported_reason(query, value)
         if reason is None and near_query is not None:
             reason = _unsupported_reason(near_query, value)

@@ -24,7 +24,7 @@ def allocate_results(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors for what `forward` returns, with copies of the given alpha and beta: no op returns its arguments.
 
-    The output has tokens and heads in memory as the query has them: no copy for whoever joins heads.
+    The output has tokens and heads in memory as the query has them: no copy where heads are joined.
     """
     batch, heads, tokens, width = query.shape
     value_width = value.shape[3]

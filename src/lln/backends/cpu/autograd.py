@@ -50,7 +50,7 @@ def _requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """Tensors that may require gradients are arguments; the problem brings the rest."""
+    """Tensors that may require gradients are arguments; the problem has the rest."""
 
     @staticmethod
     def forward(

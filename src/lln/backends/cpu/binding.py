@@ -250,7 +250,7 @@ def _pack_advance(
     recurrence: Recurrence, output: Tensor, near: Tensor | None, lse: Tensor | None, after: Memory
 ) -> bytes:
     """An Advance of job.h."""
-    query, key, value, keep, memory, alpha, beta = recurrence[:7]
+    query, key, value, memory, keep, alpha, beta = recurrence[:7]
     (batch, heads, tokens, width), (_, key_heads, _, value_width) = query.shape, value.shape
     near_query = query if recurrence.near_query is None else recurrence.near_query
     near_key = key if recurrence.near_key is None else recurrence.near_key
@@ -284,13 +284,13 @@ def _pointers(memory: Memory) -> tuple[int, ...]:
 
 
 def _note_change(overwritten: list[Tensor]) -> None:
-    """Tell autograd that tensors were overwritten, so that it refuses to use what it saved of them."""
+    """Mark tensors as overwritten for autograd, which then refuses to use what it saved of them."""
     if not overwritten[0].is_inference():
         increment_version(overwritten)
 
 
 def _run(function: Any, *arguments: Any) -> int:
-    """Call the C code; what is passed to `pack` lives until it returns."""
+    """Call the C code; what is passed to `pack` is kept until it returns."""
     return checked(function(pack(*arguments)))
 
 

@@ -65,7 +65,7 @@ def shipped_library(flavour: str) -> Path | None:
 
 
 def _damage(library: Path) -> str | None:
-    """What is wrong with the contents of a library, which may kill a process that loads it; None if nothing is."""
+    """What is wrong with the contents of a library, which may crash a process that loads it; None if nothing is."""
     try:
         content = library.read_bytes()
     except OSError as error:
@@ -137,13 +137,13 @@ def build(flavour: str) -> Path:
     if problem is not None:
         warnings.warn(
             f"the kernel cache is not used, because {problem}; the fused code was built for this process only. To "
-            "build it once, correct this or set LLN_CACHE to a folder of yours that nobody else can write to",
+            "build it once, correct this or set LLN_CACHE to a folder that only you can write to",
             stacklevel=2,
         )
         return made
     shutil.rmtree(made.parent, ignore_errors=True)
     if unusable:
-        warnings.warn(f"{'; '.join(unusable.values())}: the fused code was built anew", stacklevel=2)
+        warnings.warn(f"{'; '.join(unusable.values())}: the fused code was rebuilt", stacklevel=2)
     return library
 
 
@@ -199,7 +199,7 @@ def _keep(made: Path, folder: Path, prefix: str) -> Path:
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # some network file systems have no such call, and a loss would be noticed
+    with contextlib.suppress(OSError):  # some network file systems have no such call, and a lost file is compiled again
         place = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(place)
@@ -236,9 +236,9 @@ def _version(compiler: str) -> str:
 
 
 def _share_threads(library: ctypes.CDLL) -> None:
-    """Hand over the entry points of torch's OpenMP library, so that both work with one team of threads.
+    """Pass the entry points of torch's OpenMP library, so that both work with one team of threads.
 
-    Two teams would fight for the cores. Where torch brings no GNU OpenMP, the fused code stays in one thread.
+    Two teams would compete for the cores. Where torch has no GNU OpenMP, the fused code stays in one thread.
     """
     process = ctypes.CDLL(None)
     try:

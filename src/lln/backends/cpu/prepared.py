@@ -1,4 +1,4 @@
-"""Attention as a function of query, key and value alone: the C struct of a problem is packed once, and each call brings
+"""Attention as a function of query, key and value alone: the C struct of a problem is packed once, and each call has
 addresses. `prepare` is for outputs, `Call` for outputs with gradients.
 
 Shapes: B batch, H heads, N queries, M keys, D features, V value width.

@@ -96,7 +96,7 @@ def merge_memories(first: Memory, later: Memory) -> Memory:
 
 
 def _far(recurrence: Recurrence) -> tuple[Tensor, KeySummary, PrefixSums]:
-    query, key, value, keep, memory = recurrence[:5]
+    query, key, value, memory, keep = recurrence[:5]
     past = PrefixSums(memory.num_tokens, memory.query_sums, memory.key_sums)
     moments, sums = prefix_moments(query, key, keep, past)
     matched: tuple[Tensor | None, Tensor | None] = (None, None)

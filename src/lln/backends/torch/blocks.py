@@ -1,4 +1,4 @@
-"""Softmax attention inside consecutive blocks of kept tokens, the companion of LLN attention for what is near.
+"""Softmax attention inside consecutive blocks of kept tokens, for what is near, beside LLN attention.
 
 Blocks count kept tokens only, so that padding on the left, on the right or in between moves no block boundary: kept
 tokens are moved to the front and back again. A token that is not kept lies in no block and gets zeros.
@@ -50,7 +50,7 @@ def cut_blocks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
 
 
 def join_blocks(x: Tensor, tokens: int) -> Tensor:
-    """The first tokens of blocks; a slice would make a compiler ask whether the last block was full."""
+    """The first tokens of blocks; a slice would make a compiler specialise on whether the last block is full."""
     return pad(x.flatten(2, 3), (0, 0, 0, tokens - x.shape[2] * x.shape[3]))
 
 
@@ -166,7 +166,7 @@ def _forward(
         q, k, v = (x.reshape(x.shape[0], -1, size, x.shape[3]) for x in (q, k, v))
         nonfinite = None
         if is_causal and not (is_readable(every := k.isfinite().all() & v.isfinite().all()) and bool(every)):
-            # A product with a weight of 0 would spoil earlier rows. A key that is not finite spoils all that see it.
+            # A product with a weight of 0 would spoil earlier rows. A key that is not finite spoils all rows with it.
             # Clones keep the strides, on which it depends how a product is rounded.
             nonfinite_key = ~k.isfinite().all(dim=-1, keepdim=True)
             k, v = k.clone().masked_fill_(nonfinite_key, 0.0), v.clone().masked_fill_(nonfinite_key, torch.nan)

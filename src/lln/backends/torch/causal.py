@@ -1,4 +1,4 @@
-"""Causal LLN attention: every query sees the memory of what came before and the keys up to its own.
+"""Causal LLN attention: every query attends to the memory of what came before and to the keys up to its own.
 
 P_ij is proportional to sum_l exp(a_il + b_jl) over the keys j <= i. To make matrix products of it the exponential has
 to be split, exp(a_i + m_i) exp(b_j - m_i), at a reference m_i that keeps both factors from overflowing whatever comes
@@ -113,7 +113,7 @@ class _Factors:
         self.e = (b - highest).exp() + minus_infinity(b, -1)
         a = a + highest
         f = (a - a.detach().amax(dim=-1, keepdim=True)).exp()
-        self.own = f * self.e  # what a token sees of itself
+        self.own = f * self.e  # the weight of a token for itself
         self.f = f * self.decay
 
     def levels(self) -> Iterator[int]:
@@ -164,7 +164,7 @@ def _segment_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, KeySummary]:
     """The gradients of a, b, v and memory, from those of the output and of the memory after.
 
-    A weight W_ij = f_i . e_j has the gradient (g_i . v_j - g_i . out_i) / total_i, and hands it on to a_i and b_j as a
+    A weight W_ij = f_i . e_j has the gradient (g_i . v_j - g_i . out_i) / total_i, and passes it on to a_i and b_j as a
     factor of f_i * e_j, wherever i and j meet: at themselves, at each level, and through the sums before a chunk.
     """
     tokens, v = a.shape[2], cut_blocks(v, _chunk(a))

@@ -1,11 +1,11 @@
 """Softmax attention of each kept token to the `block_size` kept tokens around it, its own included.
 
-By rank among the kept tokens, i sees j from i - left to i + right with left + right + 1 = block_size; a causal window
-ends at i. Kept tokens are moved to the front and back again, as for blocks; a token that is not kept gets zeros. A tile
-of queries meets the keys from `left` before it to `right` after it, so time and memory grow linearly.
+By rank among the kept tokens, i attends to j from i - left to i + right with left + right + 1 = block_size; a causal
+window ends at i. Kept tokens are moved to the front and back again, as for blocks; a token that is not kept gets zeros.
+A tile of queries meets the keys from `left` before it to `right` after it, so time and memory grow linearly.
 
 Shapes: B batch, H heads, D features of a head, V value width; n tiles of T queries and the S = T + left + right keys
-that they may see.
+that they may attend to.
 """
 
 from collections.abc import Sequence
@@ -101,8 +101,8 @@ def _tiles(
     there = pad(kept_tokens(keep, key), missing).unfold(1, span, size)[:, None, :, None]  # (B, 1, n, 1, S)
     row, column = torch.arange(size, device=q.device)[:, None], torch.arange(span, device=q.device)
     allowed = there & (column >= row) & (column <= row + left + right)
-    # What is not seen weighs 0, yet 0 times NaN is NaN, here and in gradients: what is not finite is replaced by 0, and
-    # NaN is put where it is seen.
+    # What is masked weighs 0, yet 0 times NaN is NaN, here and in gradients: what is not finite is replaced by 0, and
+    # NaN is put in the rows that attend to it.
     finite_key, finite_value = k.detach().isfinite(), v.detach().isfinite()
     is_finite = is_readable(every := finite_key.all() & finite_value.all()) and bool(every)
     scores = (q * query.shape[3] ** -0.5) @ (k if is_finite else k.where(finite_key, 0.0))

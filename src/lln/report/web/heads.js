@@ -99,7 +99,7 @@ function attentionParts(number, model, head) {
   select.value = String(query);
   show();
   return [element("h3", {}, "Attention"), matrixPicture(model, levels, keys),
-    element("p", {}, element("label", { for: `query-${number}` }, "Query: "), select, " looks most at (weights to 2 %)"), list, text];
+    element("p", {}, element("label", { for: `query-${number}` }, "Query: "), select, " attends most to (weights to 2 %)"), list, text];
 }
 
 function modelPart(number, model, layer, headNumber) {

@@ -2,7 +2,7 @@
 
 Data is only ever read. Everything derived from it (a trained tokenizer, packed tokens, decoded images) is a single file
 in the cache, named by the contents it was made from, written under another name first and moved into place, with its
-SHA-256 beside it. A file that does not match its sum is made anew, with a warning.
+SHA-256 beside it. A file that does not match its sum is made again, with a warning.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def cache_dir() -> Path:
 
 
 def require(path: Path, what: str) -> Path:
-    """`path` if it exists; otherwise an error that says what should be there."""
+    """`path` if it exists; otherwise an error with what should be there."""
     if not path.exists():
         raise ValueError(f"{path} is missing: expected {what}")
     return path
@@ -74,7 +74,7 @@ def cached_file(name: str, make: Callable[[Path], None]) -> Path:
     if path.exists():
         if sums.exists() and sums.read_bytes() == _sum_line(path):
             return path
-        warnings.warn(f"{path} is damaged or was not finished: making it anew", stacklevel=2)
+        warnings.warn(f"{path} is damaged or was not finished: making it again", stacklevel=2)
     # Each process has drafts of its own; a move into place is atomic, and the sum is there before its file is.
     drafts = [final.with_name(f".{os.getpid()}-{final.name}") for final in (sums, path)]
     try:

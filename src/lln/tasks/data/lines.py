@@ -1,4 +1,4 @@
-"""Text files line by line, plain or gzipped: every error names the file and the line, and says what was expected.
+"""Text files line by line, plain or gzipped: every error names the file, the line and what was expected.
 
 A byte order mark at the start and Windows line ends are taken off. Anything but UTF-8 is refused.
 """

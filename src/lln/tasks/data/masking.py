@@ -28,7 +28,7 @@ class MaskedDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     also "seq_idx", the number of each token's document, and "position_ids", which start again with each, from where
     RoBERTa's start. What is hidden depends on (seed, epoch, index) alone, never on a
     global generator. As it stands it is a validation set, hidden alike every time (epoch 0); for training,
-    `Unrolled(masked, epochs=..., seed=...)` hides anew in each epoch.
+    `Unrolled(masked, epochs=..., seed=...)` hides again in each epoch.
     """
 
     def __init__(

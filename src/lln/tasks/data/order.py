@@ -1,7 +1,7 @@
 """Chance that depends only on (seed, epoch, index), and epochs laid end to end.
 
 The state of a global generator at some step depends on all that ran before. Here a draw depends on what it is for, so
-a resumed run, or one spread over several processes, sees exactly the same examples in the same order.
+a resumed run, or one spread over several processes, reads exactly the same examples in the same order.
 """
 
 from functools import lru_cache

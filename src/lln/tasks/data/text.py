@@ -108,7 +108,7 @@ def _stdlib(split: Split) -> Iterator[str]:
         below[:] = set(below) - NOT_TEXT  # never walks through installed packages
         names += [Path(folder, file).relative_to(root).as_posix() for file in files if file.endswith(".py")]
     if not names:
-        raise ValueError(f"this Python carries no source of its standard library in {root}: choose another text source")
+        raise ValueError(f"this Python has no source of its standard library in {root}: choose another text source")
     for name in sorted(names):
         if _on_side(split, name):
             with tokenize.open(root / name) as file:  # obeys the coding line

@@ -2,7 +2,7 @@
 
 All methods of a task have the same steps, examples in a step and their order, learning rate, and seed of weights.
 
-`paper` is the public configuration of the Skyformer comparison, which the paper says it used: AdamW without weight
+`paper` is the public configuration of the Skyformer comparison, which the paper states it used: AdamW without weight
 decay, betas 0.9 and 0.999, a linear warm-up and decay, 50,000 steps. Not as there: numbers are float32 (there float16
 around attention), gradients are clipped by their norm (there by value), and the model after the last step is tested
 (there the one that was best on validation data).

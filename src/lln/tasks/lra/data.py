@@ -62,7 +62,7 @@ def sizes(name: str, examples: int | None = None) -> tuple[int, int, int]:
 
 
 def sample(name: str, count: int, *, data_dir: Path | None = None, seed: int = 0, dashes: int | None = None) -> Data:
-    """The task to look at: as `load` reads it, but of what is generated no more than `count` examples a split."""
+    """The task to show: as `load` reads it, but of what is generated no more than `count` examples a split."""
     if not _is_generated(task_named(name), find_data_dir(data_dir)):
         return load(name, data_dir=data_dir, dashes=dashes)
     return generated(name, (count, count, count), seed=seed, dashes=dashes, workers=1)

@@ -1,7 +1,7 @@
 """Examples that a generator made are made once: in blocks, on all cores, and kept in the cache.
 
 A block is drawn from its own seed, so the result does not depend on the number of workers. The cache checks what it
-holds against its sum, and has what is damaged made anew.
+holds against its sum, and has what is damaged made again.
 """
 
 import json

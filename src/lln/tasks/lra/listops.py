@@ -3,7 +3,7 @@
 The recipe (Nangia and Bowman, with the sizes of the Long Range Arena): from depth 1, below depth 10 an operator with
 probability 0.25 and otherwise a digit; 2 to 10 arguments; a tree is kept if it has more than 500 and fewer than 2000
 symbols, where an operator and its closing bracket count 2. The published files put binary parentheses around every
-pair, which say nothing that the brackets do not: readers here skip them.
+pair, which add nothing to the brackets: readers here skip them.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 Two layers, 64 wide, two heads of 32, 128 in the feed-forward, learned positions, layer norm before each block and at
 the end, the mean over the tokens, and a perceptron on it; two documents x and y go through the same encoder, and the
-perceptron sees [x, y, x y, x - y]. Not as there: the mean is over the kept tokens (there padding counts as zeros), and
+perceptron gets [x, y, x y, x - y]. Not as there: the mean is over the kept tokens (there padding counts as zeros), and
 no mechanism drops attention weights (there softmax attention does, at 0.1).
 
 `Shape(standardise=True)` is ours, for short trainings: documents share most of the mean over their tokens, and the
@@ -52,7 +52,7 @@ class ExplicitSoftmax(zoo.PeerMechanism):
     description = zoo.describe("softmax")
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
-        assert not is_causal, "the encoder sees all tokens"
+        assert not is_causal, "the encoder attends to all tokens"
         scores = query @ key.mT * self.head_dim**-0.5
         if keep is not None:
             scores = scores.masked_fill(~keep[:, None, None, :], torch.finfo(scores.dtype).min)

@@ -30,11 +30,11 @@ DASHES = (14, 9, 6)  # the sets that were published, the default first
 DASH, PITCH = 2.0, 4.0  # length of a dash, from its start to the next one's
 MARGIN = 1.5  # from the picture's edge
 CLEARANCE = 3.0  # between paths, and between a path and itself
-END_CLEARANCE = 4.5  # between the ends of a path and all others: it must be seen to which one a dot belongs
+END_CLEARANCE = 4.5  # between the ends of a path and all others: it must be clear to which one a dot belongs
 SEED_DISTANCE = 7.0
 DISTRACTING = 20  # dashes in distractors
 MIDDLE = (12.0, 20.0)  # where a path may start
-TURNS = 18  # directions that are looked at for a dash; if none is free, a path is given up
+TURNS = 18  # directions that are tried for a dash; if none is free, a path is discarded
 NOWHERE = -100.0  # the place of what could not be placed
 TRIES = 12  # places tried for a distractor before the scene does without it
 THICKNESS, CONTRAST, DOT_RADIUS = 0.5, 1.5, 1.5
@@ -43,7 +43,7 @@ BLOCK = 500
 ATTEMPTS = 512  # scenes begun at once
 
 # A path is the list of its dashes' ends: points 2 apart, so that paths which keep clear of each other's points keep
-# 2.8 from each other's lines. Looked at for a new dash: its ends, and the start of the next one.
+# 2.8 from each other's lines. Checked for a new dash: its ends, and the start of the next one.
 _ALONG = np.array([[0.0], [DASH], [PITCH]], dtype=np.float32)
 _TURNS = (np.arange(TURNS) + 0.5) * np.pi / TURNS - np.pi / 2  # the middles of sectors
 

@@ -81,7 +81,7 @@ def passages(articles: list[Article], *, rounds: int, seed: int) -> Examples:
     texts: list[tuple[bytes, bytes]] = []
     labels: list[int] = []
     for _ in range(rounds):
-        # Lengths are shaken a little, so that neighbours change from round to round.
+        # Lengths get a little noise, so that neighbours change from round to round.
         lengths = np.array([len(article.text) for article in articles]) * random.uniform(0.98, 1.02, len(articles))
         order = lengths.argsort()[: len(articles) // 4 * 4]
         together = random.permutation(np.arange(len(order) // 2) % 2)

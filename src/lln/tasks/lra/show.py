@@ -1,4 +1,4 @@
-"""`lln lra data show`: a few examples of a task to look at, as text and, of pictures, as a PNG."""
+"""`lln lra data show`: a few examples of a task, as text and, of pictures, as a PNG."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -26,7 +26,7 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is asked, how large it is as published, and where its examples come from.
+    """What the task is, how large it is as published, and where its examples come from.
 
     `read(folder)` returns the source, as results name it, and the splits. A task with both `read` and `generator` is
     read where the data folder has the folder `published`, and generated elsewhere.

@@ -3,9 +3,9 @@
    With phi = exp(alpha q) and psi = exp(beta k), out_i = sum of (phi_i . psi_j) v_j over j <= i, divided by the sum of
    the weights. All that is exponentiated is measured from `maximum`, the largest beta k so far, the end of the tile
    included: psi' = exp(beta k - maximum) is at most 1, and phi' = exp(alpha q + maximum - the largest of that). A query
-   early in the tile has seen less than `maximum`; so a tile ends before a key that exceeds what its first query has
+   early in the tile has a smaller one than `maximum`; so a tile ends before a key that exceeds what its first query has
    seen by more than REACH, and no sum of weights is smaller than exp(-REACH). Tiles of one token are the worst case,
-   for keys that grow and grow. A token that is not finite is a tile of its own, so that earlier ones do not see it.
+   for keys that grow and grow. A token that is not finite is a tile of its own, so that it does not reach earlier ones.
 
    Where heads are too few for the threads, a head is cut into chunks: each begins with the memory of those before it,
    which are read once more for that. */

@@ -43,7 +43,7 @@ INLINE void weigh_centered(const int count, const int vectors, const float *alph
         for (int r = 0; r < count; r++) {
             vf q = load(query + r * query_row + i * LANES);
             vf z = (center ? q - load(center + i * LANES) : q) * alpha[r] + load(mass + i * LANES);
-            nan_marker[r] += q * 0.f; /* NaN where the query is not finite, which an exponential could hide */
+            nan_marker[r] += q * 0.f; /* NaN where the query is not finite, which an exponential could remove */
             maximum[r] = larger(maximum[r], z);
             store(to + r * row + i * LANES, z);
         }

@@ -54,7 +54,7 @@ void share_keys(long rows, long vector, float beta, const float *weights, const 
                 Rows keys, float *tile, long row);
 
 /* Queries of padding that are not finite, or so large that they would not be once they are scaled, count as zeros, so
-   that 0 times NaN reaches no gradient: the tile as it is, or a copy of it in `spare` without them. `blanked` says
+   that 0 times NaN reaches no gradient: the tile as it is, or a copy of it in `spare` without them. `blanked` is
    which rows those are. */
 Rows without_unusable_padding(const Job *job, const uint8_t *keep, long b, const int32_t *order, long first, long count,
                               Rows queries, float *spare, uint8_t *blanked);
@@ -65,7 +65,7 @@ void sum_keys(const Plan *plan, long b, long h, long first, long end, Memory mem
 /* Make the mean values S and, instead of their mass, log_sum = L - beta maximum of what was summed over the keys. */
 void finish_memory(const Plan *plan, long b, long h, Memory memory, Scratch scratch);
 
-/* Hand over a finished memory to the backward pass, if there is to be one. */
+/* Pass a finished memory to the backward pass, if there is to be one. */
 void keep_memory(const Job *job, long b, long h, Memory memory);
 
 /* L of a head, filled up so that features beyond the last get no weight. */

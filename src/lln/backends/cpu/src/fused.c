@@ -33,7 +33,7 @@ static int32_t *read_order(const uint8_t *keep, long batch, long tokens, int64_t
     return order;
 }
 
-/* Ask for large pages where a result is so large that the C library maps it anew for every call: touching it page by
+/* Request large pages where a result is so large that the C library maps it again for every call: touching it page by
    page for the first time would take as long as computing it. */
 static void in_large_pages(const Job *job, const Tensor *x, long heads, long tokens, long width) {
 #ifdef MADV_HUGEPAGE

@@ -1,5 +1,6 @@
 /* Guard zones between parts of one allocation, for a build with the address sanitizer (`make sanitize`): by itself it
-   sees where an allocation ends, not where a part of it does. Every other build gets none of this. */
+   detects accesses beyond the end of an allocation, not beyond the end of a part of it. Every other build gets none of
+   this. */
 #ifndef LLN_GUARD_H
 #define LLN_GUARD_H
 

@@ -35,7 +35,7 @@ INLINE void measure_columns(const int columns, long at, long count, float before
         vi huge = (maximum[c] > LARGEST_ENTRY) | (least[c] < -LARGEST_ENTRY) | (sum[c] != sum[c]);
         int any = 0;
         for (int j = 0; j < LANES; j++) any |= huge[j];
-        if (any) { /* start again with bounded entries, and look whether all are finite */
+        if (any) { /* start again with bounded entries, and check whether all are finite */
             vf bounded = smaller(larger(origin[c], broadcast(-LARGEST_ENTRY)), broadcast(LARGEST_ENTRY)),
                nan_marker = load(m.nan_marker + i);
             sum[c] = broadcast(0.f);

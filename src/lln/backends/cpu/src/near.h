@@ -1,4 +1,4 @@
-/* Softmax attention inside blocks of kept tokens, or in a window around each: LLN's companion for what is near. */
+/* Softmax attention inside blocks of kept tokens, or in a window around each: what is near, beside LLN attention. */
 #ifndef LLN_NEAR_H
 #define LLN_NEAR_H
 
@@ -28,16 +28,16 @@ INLINE long near_step(const Job *job) { return job->is_window ? TILE : job->bloc
 
 Near near_begin(const Job *job, Scratch *scratch);
 
-/* Rows of softmax(scores / sqrt(D)) times `weight`, in place; row r sees `seen`, or with `step` 1 `seen + r` keys.
+/* Rows of softmax(scores / sqrt(D)) times `weight`, in place; row r has `seen`, or with `step` 1 `seen + r` keys.
    `lse` (or NULL) gets the log-sum-exp of each row. */
 void near_softmax(long rows, long keys, long seen, long step, float scale, float weight, float *scores, long row,
                   float *lse);
 
-/* How many tokens before and after itself a token sees. */
+/* How many tokens before and after itself a token attends to. */
 INLINE long window_before(const Job *job) { return job->is_causal ? job->block_size - 1 : (job->block_size - 1) / 2; }
 INLINE long window_after(const Job *job) { return job->is_causal ? 0 : job->block_size / 2; }
 
-/* The window of some queries: the places of all keys that they see. */
+/* The window of some queries: the places of all keys that they attend to. */
 typedef struct {
     long first, end;
 } Window;

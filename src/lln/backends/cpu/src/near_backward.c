@@ -5,8 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Gradients of keys or of values that are summed over the queries that see them: in the result where that is made of
-   rows of floats, or else in scratch rows for the places base ... top. */
+/* Gradients of keys or of values that are summed over the queries that attend to them: in the result where that is made
+   of rows of floats, or else in scratch rows for the places base ... top. */
 typedef struct {
     const Tensor *tensor;
     long width, base, top;
@@ -91,8 +91,8 @@ INLINE void softmax_columns_backward(const int vectors, long keys, float scale, 
 }
 
 /* `near_backward` with a window around each token. Only the gradients at places first ... end are written. Queries just
-   before and after see some of these keys as well, so their weights are computed here, too: once more than in the chunk
-   that they belong to, but no chunk adds to what another one writes. */
+   before and after attend to some of these keys as well, so their weights are computed here, too: once more than in the
+   chunk that they belong to, but no chunk adds to what another one writes. */
 static void window_backward(const Plan *plan, long b, long key_head, long first, long end, float weight, int add,
                             Scratch scratch) {
     const Job *job = plan->job;

@@ -9,7 +9,7 @@
 void guard_rest(Scratch *scratch, long floats) {
     long whole = (floats + 15) / 16 * 16;
     if (floats > scratch->left || whole + GUARD > scratch->end - scratch->next) {
-        fprintf(stderr, "take: %ld floats asked for, scratch_floats() leaves %ld, %ld with MAX_GUARDS guard zones\n",
+        fprintf(stderr, "take: %ld floats requested, scratch_floats() leaves %ld, %ld with MAX_GUARDS guard zones\n",
                 floats, scratch->left, (long)(scratch->end - scratch->next));
         abort();
     }

@@ -18,8 +18,8 @@ typedef struct {
 
 #ifdef GUARDED
 /* Leave access to the floats that are taken now and to none behind them: there are a guard zone and the parts of
-   functions that have returned. The extent is what was asked for, not what it is rounded up to: callers that load and
-   store whole vectors ask for whole vectors. */
+   functions that have returned. The extent is what was requested, not what it is rounded up to: callers that load and
+   store whole vectors request whole vectors. */
 void guard_rest(Scratch *scratch, long floats);
 #endif
 

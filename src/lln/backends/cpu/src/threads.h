@@ -7,7 +7,7 @@
 typedef void (*Work)(Plan *, long thread, long threads, Scratch *);
 
 #define EACH(index, thread, threads, total) for (long index = thread; index < (total); index += threads)
-/* The same for work that shares nothing: whoever is free takes the next, so that no one waits for a disturbed core. */
+/* The same for work that shares nothing: a free thread takes the next item, so that none waits for a busy core. */
 #define NEXT(index, plan, total)                                                                                       \
     for (long index; (index = __atomic_fetch_add(&(plan)->taken, 1, __ATOMIC_RELAXED)) < (total);)
 
