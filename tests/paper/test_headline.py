@@ -63,17 +63,19 @@ def test_glue_counts_once_all_tasks_are_there(tmp_path):
     origin = {"seed": 0, "commit": "abc", "threads": 1, "machine": {"cores": 2, "processor": "P"}}
 
     def runs(method, share):
-        return [
-            {"method": method, "task": task, "metrics": {METRIC.get(task, "accuracy"): 0.8 * share}} | origin
-            for task in EIGHT
-        ]
+        found = []
+        for task in EIGHT:
+            metric = METRIC.get(task, "accuracy")
+            began = {} if method == "softmax" else {"softmax": {metric: 0.8}}
+            found.append({"method": method, "task": task, "metrics": {metric: 0.8 * share}} | began | origin)
+        return found
 
     def write(lines):
         (tmp_path / "table1.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
 
-    write([*runs("softmax", 1.0), *runs("lln_diag_wide", 0.95)[:-1]])
+    write([*runs("softmax", 1.0), *runs("lln_diag_ours", 0.95)[:-1]])
     assert headline.glue_shares(tmp_path) == {}
-    write([*runs("softmax", 1.0), *runs("lln_diag_wide", 0.95), *runs("lln_diag", 0.5)])
+    write([*runs("softmax", 1.0), *runs("lln_diag_ours", 0.95), *runs("lln_diag", 0.5)])
     made = headline.make(tmp_path)
     assert made.rows[0][1:4] == ["100%", "-", "95.0%"]
     assert made.notes[-1] == "GLUE: 1 of 2 cores of P for each run, commit abc, seeds 0."

@@ -141,7 +141,8 @@ class _Causal(torch.autograd.Function):
         for i, part in reversed(list(enumerate(_parts(inputs)))):
             piece = inputs.tokens(part, found.wanted & {"query", "center_q"})  # keys below
             gradients = (gradient[:, :, part].to(memories[0].dtype), *d_memory)
-            new: Any = CAUSAL.backward(piece.read(*OF_TOKENS), memories[2 * i : 2 * i + 2], gradients, wanted)
+            after = tuple(memories[2 * i : 2 * i + 2])
+            new: Any = CAUSAL.backward(piece.read(*OF_TOKENS), after, gradients, wanted)
             d_query, d_key, d_value, d_alpha, d_beta, _, d_weight, *d_memory = new
             _scale(share, d_query, d_key, d_value, d_alpha, d_beta, d_weight)
             found.add(part, {"value": d_value, "beta": d_beta[..., 0]})

@@ -43,7 +43,15 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
         # What a query says of keys that it does not know: its score with the mean key.
         mean = token_mean(seen.key, seen.keep).mean(dim=0) * seen.key.shape[3] ** -0.5
         mechanism.gate.copy_(mean.repeat_interleave(mechanism.num_heads // len(mean), dim=0))
-    far, near, ratio = _branches(mechanism, seen)
+    mechanism.branches = "far"
+    far_of_all = attend(mechanism, seen)
+    mechanism.branches = "both"
+    options: Any = {"key_padding_mask": seen.keep, "is_causal": seen.is_causal}
+
+    def branches() -> tuple[Tensor, Tensor, Tensor | None]:
+        return mechanism.joined_branches(far_of_all, seen.query, seen.key, seen.value, **options)
+
+    far, near, ratio = branches()
     between, missing = far - near, seen.output - near
     if seen.keep is not None:
         between, missing = fill_padding(between, seen.keep), fill_padding(missing, seen.keep)
@@ -58,7 +66,7 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
         mixed, found = mechanism.ratio_mix.clone(), []
         for mix in (0.0, 1.0):
             mechanism.ratio_mix.fill_(mix)
-            found.append(_branches(mechanism, seen)[2])
+            found.append(branches()[2])
         ratio, own = found
         assert ratio is not None
         assert own is not None
@@ -70,22 +78,16 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
         start.append(mechanism.ratio_mix[:, None])
     best = _fit_logits(
         torch.cat(columns, dim=3).where(counts[..., None], 0.0),
-        *(x.where(counts, 0.0) for x in (ratio, size, along)),
-        torch.cat(start, dim=1),
+        offset=ratio.where(counts, 0.0),
+        size=size.where(counts, 0.0),
+        along=along.where(counts, 0.0),
+        start=torch.cat(start, dim=1),
     )
     width = mechanism.gate.shape[1]
     mechanism.gate.copy_(best[:, :width])
     mechanism.ratio_logit.copy_(best[:, width])
     if mechanism.combine == "replace":
         mechanism.ratio_mix.copy_(best[:, width + 1])
-
-
-def _branches(mechanism: JoinedBranches, seen: Observation) -> tuple[Tensor, Tensor, Tensor | None]:
-    mechanism.branches = "far"
-    far = attend(mechanism, seen)
-    mechanism.branches = "both"
-    options: Any = {"key_padding_mask": seen.keep, "is_causal": seen.is_causal}
-    return mechanism.joined_branches(far, seen.query, seen.key, seen.value, **options)
 
 
 def _best_logit(size: Tensor, along: Tensor, offset: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ def _best_logit(size: Tensor, along: Tensor, offset: Tensor) -> Tensor:
     return best
 
 
-def _fit_logits(columns: Tensor, offset: Tensor, size: Tensor, along: Tensor, start: Tensor) -> Tensor:
+def _fit_logits(columns: Tensor, *, offset: Tensor, size: Tensor, along: Tensor, start: Tensor) -> Tensor:
     """The coefficients t of each head, (H, C), for which the same error, s = sigmoid(offset + columns t), is least.
 
     Levenberg-Marquardt steps from `start`: a step that makes a head worse is not taken, and the next one is shorter.

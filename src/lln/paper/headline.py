@@ -143,7 +143,7 @@ def _kept(results: Path) -> Iterator[list[str]]:
 def _glue(results: Path) -> Iterator[list[str]]:
     if shares := glue_shares(results):
         numbers = {"softmax": "100%"} | {method: f"{share:.1%}" for method, share in shares.items()}
-        title = "GLUE, 8 tasks, all-MiniLM-L6-v2 made linear and fine-tuned: share of softmax's score"
+        title = "GLUE, 8 tasks, all-MiniLM-L6-v2 fine-tuned, then made linear: share of softmax's score"
         yield [title, *(numbers.get(name, "-") for name in SHOWN), "[results](docs/results.md)"]
 
 
