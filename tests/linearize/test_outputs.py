@@ -6,6 +6,7 @@ import torch
 import lln.hf
 from lln.linearize.losses import output_loss
 from lln.linearize.outputs import SMALLEST_SHARE, fit_outputs, fit_shares, output_layers, restore_outputs
+from lln.linearize.stages import calibrate_heads, share_parameters
 from lln.linearize.teacher import converted_modules, make_teacher, observing
 
 
@@ -120,6 +121,31 @@ def test_shares_are_the_best_ones(make, combine):
                     assert error(mechanism, seen) > best
             with torch.no_grad():
                 mechanism.ratio_logit[head] = torch.tensor(share[head]).logit()
+
+
+@pytest.mark.parametrize("combine", ["gate", "replace"])
+def test_all_that_a_share_depends_on_is_fitted_to_the_output(make, combine):
+    teacher = make_teacher(make("bert"))
+    options = {"statistics": "learned", "form": "decomposed", "projection": True, "signed": True}
+    student = lln.hf.convert(make("bert"), "lln_diag", combine=combine, block_size=8, near="window", **options)
+    batch = words(samples=16) | {"attention_mask": torch.ones(16, 24, dtype=torch.long)}
+    batch["attention_mask"][:4, 15:] = 0
+    with observing(teacher) as found, torch.no_grad():
+        teacher(**batch)
+    for name, module in converted_modules(student).items():
+        mechanism, [seen] = module.mechanism, found[name]
+        calibrate_heads(mechanism, seen, torch.arange(24))
+        fit_shares(mechanism, seen)
+        best = output_loss(mechanism, seen)
+        gradients = torch.autograd.grad(best, share_parameters(mechanism))
+        for parameter, gradient in zip(share_parameters(mechanism), gradients, strict=True):
+            for direction in (1.0, -1.0):
+                with torch.no_grad():
+                    before = parameter.clone()
+                    parameter.add_(direction * 0.05 * torch.randn_like(parameter))
+                    assert output_loss(mechanism, seen) >= best * (1 - 1e-6)
+                    parameter.copy_(before)
+            assert gradient.abs().max() < 1e-3 * best
 
 
 def test_a_plain_average_has_no_share_to_fit(make):
