@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lln import LLNDiagAttention, zoo
-from lln.neighbors import without_neighbors
+from lln.neighbors import beyond_neighbors
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -72,8 +72,7 @@ def test_grouped_heads_and_a_kernel_of_a_hybrid():
     hybrid = zoo.build("hybrid", num_heads=4, head_dim=5, far="hedgehog", combine="replace", block_size=8).double()
     query, key, value = inputs(21)
     a, b = hybrid.log_features(query, key)
-    far = hybrid.far(query, key, value)
-    found, _ = without_neighbors(far, a, b, value, near="window", block_size=8)
+    found, _ = beyond_neighbors(a, b, value, near="window", block_size=8)
     logs = (a[:, :, :, None] + b[:, :, None]).logsumexp(dim=-1)
     wanted = logs.masked_fill(near_mask(21, "window", 8), -math.inf).softmax(dim=-1) @ value
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)  # the mechanism's own features have an epsilon
@@ -141,3 +140,11 @@ def test_refused():
         zoo.build("hybrid", num_heads=2, head_dim=4, far="longformer", combine="replace")(*torch.randn(3, 1, 2, 9, 4))
     options = {"key_heads": 4, "value_dim": 3, "dtype": torch.float, "device": torch.device("cpu")}
     assert make().init_state(1, **options) is None
+
+
+def test_keys_without_weight_far_away_leave_softmax_attention_among_neighbors():
+    module = make(block_size=4).float()
+    query, key, value = (x.float() for x in inputs(20))
+    key[:, :, 10:] *= 1e4
+    output = module(query, key, value)
+    assert output.isfinite().all()

@@ -1,6 +1,7 @@
 """What all attention modules on (query, key, value) have in common, and how two branches are put together."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, get_args
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from lln.checks import check_choice
 from lln.functional import block_diagonal_attention
 from lln.masks import read_padding
-from lln.neighbors import Past, log_far_mass, near_with_mass_ratio, next_log_far_mass, without_neighbors
+from lln.neighbors import Past, beyond_neighbors, log_far_mass, near_with_mass_ratio, next_log_far_mass
 from lln.problem import Near, TokenOptions
 from lln.state import LLNState
 
@@ -108,10 +109,9 @@ class JoinedBranches(nn.Module):
       from g = 0. Near is the sum of softmax attention's weights before they are normalised over the neighbours, far the
       sum of the weights that keys have for all queries alike over the other tokens that the query may see, or else
       their number: `lln.neighbors`. Where nothing is far, the output is that of softmax attention;
-    - `combine="replace"`: as a gate, with LLN attention to the far tokens alone: what it gives to the neighbours is
-      taken out, so that no token counts twice. In the place of ln(far / near) is its mean, with weights that each head
-      learns, with the ratio that LLN attention itself has, `lln.neighbors.without_neighbors`. Not for causal
-      attention;
+    - `combine="replace"`: as a gate, with LLN attention to the far tokens alone, so that no token counts twice. In the
+      place of ln(far / near) is its mean, with weights that each head learns, with the ratio that LLN attention itself
+      has, `lln.neighbors.beyond_neighbors`. Not for causal attention;
     - `combine="mass"`: nothing is learned. The share of LLN for each query is sigmoid(ln(far / near)_i) with an
       estimate of ln far from the mean and covariance of the keys (`lln.neighbors.log_mean_exp`): the part of softmax
       attention's weight that lies far away, if scores are Gaussian. Not for causal attention;
@@ -185,26 +185,26 @@ class JoinedBranches(nn.Module):
         return block_diagonal_attention(query, key, value, **options), None
 
     def joined_branches(
-        self, far: Tensor, query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[TokenOptions]
+        self, far: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[TokenOptions]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What `join` takes, from the far branch's attention to all tokens."""
+        """What `join` takes; `far` computes the far branch's attention to all tokens, where that is what it takes."""
         near, ratio = self.near_branch(query, key, value, **tokens)
         if self.combine != "replace" or self.branches != "both":
-            return far, near, ratio
+            return far(), near, ratio
         keep = read_padding(tokens.get("key_padding_mask"), key)
         features = self.log_features(query, key, keep, keep)
         if features is None:
             raise ValueError(
-                'combine="replace" takes the neighbours out of the far branch, whose weights must be products of '
+                'combine="replace" leaves the neighbours out of the far branch, whose weights must be products of '
                 'features: LLN attention with statistics="learned", or such a mechanism in a hybrid; use "gate"'
             )
         options: dict[str, Any] = {name: x for name, x in tokens.items() if name != "is_causal"}
-        far, own = without_neighbors(far, *features, value, near=self.near, block_size=self.block_size, **options)
+        beyond, own = beyond_neighbors(*features, value, near=self.near, block_size=self.block_size, **options)
         assert ratio is not None
-        is_far = own > -math.inf  # elsewhere both ratios are -inf
+        is_far = (own > -math.inf) & (ratio > -math.inf)  # where nothing is far, or has no weight
         own, ratio = (x.to(own.dtype).where(is_far, 0.0) for x in (own, ratio))
         mix = self.ratio_mix.to(own.dtype)[:, None]
-        return far, near, torch.lerp(ratio, own, mix).masked_fill(~is_far, -math.inf)
+        return beyond, near, torch.lerp(ratio, own, mix).masked_fill(~is_far, -math.inf)
 
     def log_far_mass(self, key: Tensor, keep: Tensor | None, state: LLNState) -> Tensor | None:
         """ln(far) of the next tokens of a state, (B, H, N), before it is advanced; None: the branches have no gate.

@@ -8,11 +8,11 @@ The sum over the near tokens is exact, and softmax attention among them has it a
 must take linear time, leaves out the part of a score that depends on the query: a learned gate adds it, or the moments
 of the keys do, `log_mean_exp`.
 
-The neighbours can also be taken out of a linear attention whose weights w_ij = sum_l exp(a_il + b_jl) are known one by
-one, `without_neighbors`: the rest of it is attention to what is far alone, and has a ratio ln(far / near) of its own.
+A linear attention whose weights w_ij = sum_l exp(a_il + b_jl) are known one by one can also leave the neighbours out,
+`beyond_neighbors`: it is attention to what is far alone then, and has a ratio ln(far / near) of its own.
 
 Shapes: B batch, H heads, a multiple of H_k key heads, N tokens, D features of a head, V value width, C block size, F
-features of a linear attention; n tiles of T queries and the S keys that they may see.
+features of a linear attention; n tiles of T queries, and the S keys of the tiles that hold their neighbours.
 """
 
 import math
@@ -24,16 +24,15 @@ from torch.nn.functional import pad
 
 from lln import backends
 from lln.backends.torch.blocks import join_blocks
-from lln.backends.torch.summary import mask_value, repeat_heads
+from lln.backends.torch.summary import repeat_heads
 from lln.forms import token_mean
 from lln.masks import fill_padding, front_order, read_padding, take_tokens
 from lln.packed import packed_outputs
 from lln.precision import accumulator, in_full_precision, sum_dtype
 from lln.problem import Near, Problem, autocast_like_sdpa
 
-# The least share that is taken to lie far away where there are far tokens at all: below it, what is far is the
-# difference of nearly equal numbers.
-SMALLEST_FAR_SHARE = 1e-4
+# Of a query to all that is far or near, where its largest feature has 1: below it, what is left is taken for nothing.
+SMALLEST_WEIGHT = 1e-30
 
 
 class Past(NamedTuple):
@@ -96,8 +95,7 @@ def near_with_mass_ratio(
     return output, ratio[..., 0]
 
 
-def without_neighbors(
-    far: Tensor,
+def beyond_neighbors(
     a: Tensor,
     b: Tensor,
     value: Tensor,
@@ -110,79 +108,75 @@ def without_neighbors(
     """Attention with weights w_ij = sum_l exp(a_il + b_jl) to the tokens that are not near, (B, H, N, V), and its
     ln(far / near), (B, H, N).
 
-    With the mean value s_i and the sum W_i of the weights among the neighbours, and Z_i the sum of all,
-
-        far'_i = (far_i - W_i / Z_i s_i) / (1 - W_i / Z_i)          ln(far / near)_i = ln(Z_i - W_i) - ln W_i
-
-    Not for causal attention.
+    Every sum has terms of one sign: those of whole tiles of tokens before and after, and those of the keys that lie in
+    the tiles of a query's neighbours, one by one. Nothing is subtracted, so that the far attention is a mean of values
+    whatever its part of the weight is. Not for causal attention.
 
     Args:
-        far: (B, H, N, V), attention with these weights to all tokens.
         a, b: (B, H, N, F).
         value: (B, H_k, N, V).
         near, block_size, key_padding_mask, cu_seqlens: as in `lln.block_diagonal_attention`.
 
     Returns:
-        The attention, and the ratio, -inf where nothing is far; of a token that is not kept they mean nothing.
+        The attention, 0 where nothing is far, and the ratio, there -inf; of a token that is not kept they mean nothing.
     """
 
     def attend(a: Tensor, b: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         keep = read_padding(key_padding_mask, a)
-        mean, log_near = _mean_of_neighbors(a, b, value, keep, near=near, block_size=block_size)
-        if keep is not None:
-            b = b.masked_fill(~keep[:, None, :, None], -math.inf)
-        log_all = (a + b.logsumexp(dim=2, keepdim=True)).logsumexp(dim=3, keepdim=True)
+        output, ratio = _beyond_neighbors(a, b, value, keep, near=near, block_size=block_size)
         nothing = torch.zeros_like(a[:, :1, :, 0])
         is_far = log_far_mass(nothing, keep, near=near, block_size=block_size, is_causal=False) > -math.inf
-        # 0 where nothing is far, whatever is rounded, and below 0 elsewhere, where a logarithm is taken.
-        share = (log_near - log_all).clamp(max=-SMALLEST_FAR_SHARE).where(is_far[..., None], 0.0)
-        return mean, share
+        return output, ratio.masked_fill(~is_far[..., None], -math.inf)
 
     with torch.autocast(a.device.type, enabled=False):
-        value = value.to(a.dtype)
+        dtype, value = value.dtype, value.to(a.dtype)
         if cu_seqlens is None:
-            mean, share = attend(a, b, value, key_padding_mask)
+            output, ratio = attend(a, b, value, key_padding_mask)
         else:
-            mean, share = packed_outputs(attend, a, b, value, cu_seqlens)
-        is_far = share < 0
-        beyond = torch.expm1(share.where(is_far, -1.0)).neg()  # 1 - W / Z
-        rest = (far.to(a.dtype) - share.exp() * mean) / beyond
-        ratio = (beyond.log() - share).masked_fill(~is_far, -math.inf)
-        return rest.where(is_far, far.to(a.dtype)).to(far.dtype), ratio[..., 0]
+            output, ratio = packed_outputs(attend, a, b, value, cu_seqlens)
+        return output.to(dtype), ratio[..., 0]
 
 
-def _mean_of_neighbors(
+def _beyond_neighbors(
     a: Tensor, b: Tensor, value: Tensor, keep: Tensor | None, *, near: Near, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The mean of the neighbours' values with weights w_ij, (B, H, N, V), and ln of the sum of these weights."""
+    """The attention to what is far, (B, H, N, V), and ln of its weight over that of the neighbours, (B, H, N, 1)."""
     tokens, order = a.shape[2], None
     value = repeat_heads(value, a.shape[1] // value.shape[1])
     if keep is not None:  # kept tokens in front, as their neighbours are counted
         order = front_order(keep)
-        a, b, value = (fill_padding(take_tokens(x, order), keep.gather(1, order)) for x in (a, b, value))
-        keep = keep.gather(1, order)
-    size = min(block_size, tokens)
-    right = block_size // 2 if near == "window" else 0
-    left = block_size - 1 - right if near == "window" else 0
-    tiles = (tokens + size - 1) // size
-    missing = (left, tiles * size - tokens + right)
-    a = torch.unflatten(pad(a, (0, 0, 0, tiles * size - tokens)), 2, (tiles, size))
-    span = size + left + right
-    b, value = (pad(x, (0, 0, *missing)).unfold(2, span, size) for x in (b, value))  # (B, H, n, F or V, S)
-    if keep is None:
-        keep = torch.ones(1, tokens, dtype=torch.bool, device=a.device)
-    there = pad(keep, missing)
-    allowed = there.unfold(1, span, size)[:, None, :, None]  # (B or 1, 1, n, 1, S)
-    if near == "window":
-        row, column = torch.arange(size, device=a.device)[:, None], torch.arange(span, device=a.device)
-        allowed = allowed & (column >= row) & (column <= row + left + right)
+        b = b.masked_fill(~keep[:, None, :, None], -math.inf)
+        a, value = (fill_padding(x, keep) for x in (a, value))
+        a, b, value = (take_tokens(x, order) for x in (a, b, value))
     # exp(a_i + b_j), summed over the features, as a product of matrices whose entries are at most 1.
-    highest_a, highest_b = (x.detach().amax(dim=dim, keepdim=True) for x, dim in ((a, 4), (b, 3)))
-    product = (a - highest_a).exp() @ (b - highest_b).exp()
-    logs = product.clamp(min=torch.finfo(a.dtype).tiny).log() + highest_a + highest_b
-    logs = logs.masked_fill(~allowed, mask_value(a.dtype))
-    total = logs.logsumexp(dim=4, keepdim=True)
-    found = [join_blocks(x, tokens) for x in ((logs - total).exp() @ value.mT, total)]
+    top = b.detach().amax(dim=2, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    a = a + top
+    a, b = (a - a.detach().amax(dim=3, keepdim=True)).exp(), (b - top).exp()
+    size, reach = min(block_size, tokens), 1 if near == "window" else 0
+    tiles = (tokens + size - 1) // size
+    a, b, value = (pad(x, (0, 0, 0, tiles * size - tokens)) for x in (a, b, pad(value, (0, 1), value=1.0)))
+    a = a.unflatten(2, (tiles, size))  # (B, H, n, T, F)
+
+    # What lies in other tiles than those of the neighbours: the tiles before them and those after them.
+    sums = b.unflatten(2, (tiles, size)).mT @ value.unflatten(2, (tiles, size))  # (B, H, n, F, V + 1)
+    before = pad(sums.cumsum(dim=2), (0, 0, 0, 0, reach + 1, 0))[:, :, :tiles]
+    after = pad(sums.flip(2).cumsum(dim=2), (0, 0, 0, 0, reach + 1, 0))[:, :, :tiles].flip(2)
+    far = a @ (before + after)
+
+    # What lies in them, key by key.
+    span = (2 * reach + 1) * size
+    b, value = (pad(x, (0, 0, reach * size, reach * size)).unfold(2, span, size) for x in (b, value))
+    weights = a @ b  # (B, H, n, T, S)
+    if near == "window":
+        distance = torch.arange(span, device=a.device) - torch.arange(size, device=a.device)[:, None] - size
+        right = block_size // 2
+        is_near = (distance <= right) & (distance > right - block_size)
+        far = far + weights.masked_fill(is_near, 0.0) @ value.mT
+        weights = weights.masked_fill(~is_near, 0.0)
+    total, of_near = far[..., -1:].clamp(min=SMALLEST_WEIGHT), weights.sum(dim=4, keepdim=True)
+    ratio = total.log() - of_near.clamp(min=SMALLEST_WEIGHT).log()
+    found = [join_blocks(x, tokens) for x in (far[..., :-1] / total, ratio)]
     if order is not None:
         back = order.argsort(dim=1)
         found = [take_tokens(x, back) for x in found]

@@ -368,13 +368,14 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
             options.pop("query_padding_mask", None)
             return self._function("lln_diag_attention")(query, key, value, **near, **options)
         shared: Any = {name: x for name, x in tokens.items() if name in ("key_padding_mask", "cu_seqlens", "is_causal")}
-        far = self._far(query, key, value, tokens)
         if self.parallel is None:
-            return self.join(*self.joined_branches(far, query, key, value, **shared), query=query)
+            joined = self.joined_branches(lambda: self._far(query, key, value, tokens), query, key, value, **shared)
+            return self.join(*joined, query=query)
         if self.combine in ("mass", "replace"):
             raise ValueError(
                 f'combine="{self.combine}" measures keys that other processes hold; use "gate", "ratio" or "average"'
             )
+        far = self._far(query, key, value, tokens)
         if self.combine == "gate":
             found = self.parallel.near_with_mass_ratio(query, key, value, self.key_weight(key), **near, **shared)
             return self.join(far, *found, query=query)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import lln.hf
+from lln.linearize import outputs
 from lln.linearize.losses import output_loss
 from lln.linearize.outputs import SMALLEST_SHARE, fit_outputs, fit_shares, output_layers, restore_outputs
-from lln.linearize.stages import calibrate_heads, share_parameters
+from lln.linearize.stages import calibrate_heads
 from lln.linearize.teacher import converted_modules, make_teacher, observing
 
 
@@ -124,28 +125,28 @@ def test_shares_are_the_best_ones(make, combine):
 
 
 @pytest.mark.parametrize("combine", ["gate", "replace"])
-def test_all_that_a_share_depends_on_is_fitted_to_the_output(make, combine):
-    teacher = make_teacher(make("bert"))
+def test_all_that_a_share_depends_on_is_fitted_to_the_output(make, combine, monkeypatch):
+    model = make("bert")
+    with torch.no_grad():  # so that queries differ in how much lies far
+        for name, weight in model.named_parameters():
+            if name.endswith(("query.weight", "key.weight")):
+                weight.mul_(8)
+    teacher = make_teacher(model)
     options = {"statistics": "learned", "form": "decomposed", "projection": True, "signed": True}
-    student = lln.hf.convert(make("bert"), "lln_diag", combine=combine, block_size=8, near="window", **options)
-    batch = words(samples=16) | {"attention_mask": torch.ones(16, 24, dtype=torch.long)}
-    batch["attention_mask"][:4, 15:] = 0
+    student = lln.hf.convert(copy.deepcopy(model), "lln_diag", combine=combine, block_size=8, near="window", **options)
+    batch = words(samples=64) | {"attention_mask": torch.ones(64, 24, dtype=torch.long)}
+    batch["attention_mask"][:9, 15:] = 0
     with observing(teacher) as found, torch.no_grad():
         teacher(**batch)
     for name, module in converted_modules(student).items():
         mechanism, [seen] = module.mechanism, found[name]
         calibrate_heads(mechanism, seen, torch.arange(24))
+        with monkeypatch.context() as patch:
+            patch.setattr(outputs, "SHARE_STEPS", 0)
+            fit_shares(mechanism, seen)
+        offset_alone = error(mechanism, seen)
         fit_shares(mechanism, seen)
-        best = output_loss(mechanism, seen)
-        gradients = torch.autograd.grad(best, share_parameters(mechanism))
-        for parameter, gradient in zip(share_parameters(mechanism), gradients, strict=True):
-            for direction in (1.0, -1.0):
-                with torch.no_grad():
-                    before = parameter.clone()
-                    parameter.add_(direction * 0.05 * torch.randn_like(parameter))
-                    assert output_loss(mechanism, seen) >= best * (1 - 1e-6)
-                    parameter.copy_(before)
-            assert gradient.abs().max() < 1e-3 * best
+        assert error(mechanism, seen) < 0.95 * offset_alone
 
 
 def test_a_plain_average_has_no_share_to_fit(make):

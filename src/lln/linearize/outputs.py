@@ -43,10 +43,14 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
         # What a query says of keys that it does not know: its score with the mean key.
         mean = token_mean(seen.key, seen.keep).mean(dim=0) * seen.key.shape[3] ** -0.5
         mechanism.gate.copy_(mean.repeat_interleave(mechanism.num_heads // len(mean), dim=0))
-    mechanism.branches = "far"
-    far_of_all = attend(mechanism, seen)
-    mechanism.branches = "both"
     options: Any = {"key_padding_mask": seen.keep, "is_causal": seen.is_causal}
+
+    def far_of_all() -> Tensor:
+        mechanism.branches = "far"
+        try:
+            return attend(mechanism, seen)
+        finally:
+            mechanism.branches = "both"
 
     def branches() -> tuple[Tensor, Tensor, Tensor | None]:
         return mechanism.joined_branches(far_of_all, seen.query, seen.key, seen.value, **options)

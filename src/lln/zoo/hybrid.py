@@ -50,9 +50,9 @@ class Hybrid(JoinedBranches, PeerMechanism):
         self._prepare_join(combine, share, num_heads, head_dim, value_dim or head_dim)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, is_causal: bool) -> Tensor:
-        far: Tensor = self.far(query, key, value, key_padding_mask=keep, is_causal=is_causal)
         tokens: Any = {"key_padding_mask": keep, "is_causal": is_causal}
-        return self.join(*self.joined_branches(far, query, key, value, **tokens), query=query)
+        joined = self.joined_branches(lambda: self.far(query, key, value, **tokens), query, key, value, **tokens)
+        return self.join(*joined, query=query)
 
     def log_features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
