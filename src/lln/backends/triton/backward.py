@@ -210,23 +210,27 @@ def _causal_backward(
     splits, _ = run.split(tokens)
     arguments: Arguments = {
         **causal_arguments(run, inputs, form),
-        "gradient": rows_of(gradient),
         "logs_of_total": scale_of(logs),
     }
     found = summarize(run, keys_of(inputs), inputs.value, heads, is_normalized=form != "paper")
     starts = running(run, found, pairs, reverse=False)
     d_query_logs, d_key_logs = (new_floats(query, batch, heads, tokens, width) for _ in range(2))
+    # Products of half precision would round it.
+    scaled = torch.empty_like(gradient) if query.dtype == torch.float32 else None
     for block in range(blocks):
         run(
             "causal_queries_backward_kernel",
             pairs * splits,
             needs=ALL,
             **arguments,
+            gradient=rows_of(gradient),
             output=rows_of(output),
             starts=starts,
             d_logs=rows_of(d_query_logs),
+            scaled=None if scaled is None else rows_of(scaled),
             block=block,
         )
+    gradient = gradient if scaled is None else scaled
     dots = row_dots(run, gradient, output)
     past = queries_of(inputs, inputs.keep_query)
     logs_of_queries = Keys(*past[:3], scale_of(logs), past.center, None)
@@ -240,6 +244,7 @@ def _causal_backward(
                 pairs * splits,
                 needs=ALL,
                 **arguments,
+                gradient=rows_of(gradient),
                 dots=scale_of(dots),
                 starts=after_each,
                 d_logs=rows_of(d_key_logs),

@@ -52,6 +52,7 @@ def causal_queries_backward_kernel(
     starts,
     logs_of_total,
     d_logs,
+    scaled,
     heads,
     groups,
     block,
@@ -70,7 +71,9 @@ def causal_queries_backward_kernel(
     """The gradient of the log-weights of queries, of one block of values.
 
     g . out is that of the block's values, so that its part of the gradient cancels by itself where one key has all
-    weight. What rounding has left of the sum over features is then taken off too: alpha would multiply it.
+    weight. What rounding has left of the sum over features is then taken off too: alpha would multiply it. The weights of
+    a query have the sum 1 but for the rounding of its z, which is large where a or b is; if there is `scaled`, they are
+    divided by their sum, and so is the gradient that is stored there for the gradients of keys and values.
     """
     place, _pair, batch, head, row_head, middle_q, middle_k, start, end = place_in_split(
         queries, keys, heads, groups, tokens, split_tokens, splits, D, BLOCK_D
@@ -108,6 +111,10 @@ def causal_queries_backward_kernel(
                 is_feature = (features == feature)[None, :]
                 d_a += tl.where(is_feature, tl.sum(weights * d_weights, axis=1)[:, None], 0.0)
                 shares += tl.where(is_feature, tl.sum(weights, axis=1)[:, None], 0.0)
+        if scaled is not None:
+            inverse = tl.where(there, 1.0 / tl.sum(shares, axis=1), 1.0)[:, None]
+            shares, d_a = shares * inverse, d_a * inverse
+            store_rows(scaled, batch, head, rows, rows < end, g * inverse, V, BLOCK_V, value_first)
         d_a -= shares * tl.sum(d_a, axis=1)[:, None]
         if block > 0:
             d_a += load_rows(d_logs, batch, head, rows, rows < end, D, BLOCK_D, 0)
