@@ -112,7 +112,8 @@ def causal_queries_backward_kernel(
                 d_a += tl.where(is_feature, tl.sum(weights * d_weights, axis=1)[:, None], 0.0)
                 shares += tl.where(is_feature, tl.sum(weights, axis=1)[:, None], 0.0)
         if scaled is not None:
-            inverse = tl.where(there, 1.0 / tl.sum(shares, axis=1), 1.0)[:, None]
+            weight = tl.sum(shares, axis=1)  # far from 1 where logs are so large that no weight has a correct digit
+            inverse = 1.0 / tl.where(tl.abs(weight - 1.0) < 0.5, weight, 1.0)[:, None]
             shares, d_a = shares * inverse, d_a * inverse
             store_rows(scaled, batch, head, rows, rows < end, g * inverse, V, BLOCK_V, value_first)
         d_a -= shares * tl.sum(d_a, axis=1)[:, None]
