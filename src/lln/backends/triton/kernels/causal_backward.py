@@ -71,9 +71,9 @@ def causal_queries_backward_kernel(
     """The gradient of the log-weights of queries, of one block of values.
 
     g . out is that of the block's values, so that its part of the gradient cancels by itself where one key has all
-    weight. What rounding has left of the sum over features is then taken off too: alpha would multiply it. The weights of
-    a query have the sum 1 but for the rounding of its z, which is large where a or b is; if there is `scaled`, they are
-    divided by their sum, and so is the gradient that is stored there for the gradients of keys and values.
+    weight. What rounding has left of the sum over features is then taken off too: alpha would multiply it. The weights
+    of a query have the sum 1 but for the rounding of its z, which is large where a or b is. If there is `scaled`, they
+    are divided by their sum, and so is the gradient that is stored there for the gradients of keys and values.
     """
     place, _pair, batch, head, row_head, middle_q, middle_k, start, end = place_in_split(
         queries, keys, heads, groups, tokens, split_tokens, splits, D, BLOCK_D
