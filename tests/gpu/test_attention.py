@@ -106,6 +106,27 @@ def test_keys_that_grow_and_grow(tokens, triton_backend, form, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("form", ["paper", "unbiased"])
+@pytest.mark.parametrize("N", [1, 20], ids=lambda n: f"N{n}")
+def test_gradients_beside_a_key_with_all_weight(tokens, triton_backend, N, form, is_causal):
+    """alpha is in the thousands then, and gradients of queries vanish but for rounding, which it multiplies."""
+    q, k, v = tokens(B=1, H=2, N=N, D=24, Dv=40, dtype=torch.float32)
+    k[0, 0, N // 2] *= 5000
+    compare("lln_attention", (q, k, v), form=form, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_are_finite_beside_a_huge_key(tokens, triton_backend, is_causal):
+    """Rounding leaves no digit of its weight."""
+    q, k, v = (x.requires_grad_() for x in tokens(B=1, H=1, N=20, D=16, dtype=torch.float32))
+    scale = torch.ones(20)
+    scale[10] = 1e12
+    output = lln.lln_attention(q, k * scale[:, None], v, alpha=1.0, beta=1.0, is_causal=is_causal)
+    for x in (output, *torch.autograd.grad(output.square().sum(), (q, k, v))):
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("matching", ["variance", "entropy", "linear"])
 def test_matching_of_large_tokens(tokens, triton_backend, matching, is_causal):
     inputs = tokens(B=1, H=2, Hk=1, N=30, D=16, scale=4.0, dtype=torch.float32)

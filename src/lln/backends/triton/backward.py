@@ -208,31 +208,46 @@ def _causal_backward(
     batch, heads, tokens, width = query.shape
     pairs, blocks = batch * heads, run.sizes["VALUE_BLOCKS"]
     splits, _ = run.split(tokens)
-    dots = row_dots(run, gradient, output)
     arguments: Arguments = {
         **causal_arguments(run, inputs, form),
-        "gradient": rows_of(gradient),
         "logs_of_total": scale_of(logs),
-        "dots": scale_of(dots),
     }
     found = summarize(run, keys_of(inputs), inputs.value, heads, is_normalized=form != "paper")
     starts = running(run, found, pairs, reverse=False)
     d_query_logs, d_key_logs = (new_floats(query, batch, heads, tokens, width) for _ in range(2))
+    # Products of half precision would round it.
+    scaled = torch.empty_like(gradient) if query.dtype == torch.float32 else None
     for block in range(blocks):
-        sums: Arguments = {**arguments, "starts": starts, "d_logs": rows_of(d_query_logs), "block": block}
-        run("causal_queries_backward_kernel", pairs * splits, needs=ALL, **sums)
+        run(
+            "causal_queries_backward_kernel",
+            pairs * splits,
+            needs=ALL,
+            **arguments,
+            gradient=rows_of(gradient),
+            output=rows_of(output),
+            starts=starts,
+            d_logs=rows_of(d_query_logs),
+            scaled=None if scaled is None else rows_of(scaled),
+            block=block,
+        )
+    gradient = gradient if scaled is None else scaled
+    dots = row_dots(run, gradient, output)
     past = queries_of(inputs, inputs.keep_query)
     logs_of_queries = Keys(*past[:3], scale_of(logs), past.center, None)
     after = summarize(run, logs_of_queries, gradient, heads, factor=scale_of(dots))
     d_values = new_floats(query, batch, heads, tokens, inputs.value.shape[3])
-    sums = {**arguments, "starts": running(run, after, pairs, reverse=True), "d_logs": rows_of(d_key_logs)}
+    after_each = running(run, after, pairs, reverse=True)
     for block in range(blocks):
         for of_values in (False, True):
             run(
                 "causal_keys_backward_kernel",
                 pairs * splits,
                 needs=ALL,
-                **sums,
+                **arguments,
+                gradient=rows_of(gradient),
+                dots=scale_of(dots),
+                starts=after_each,
+                d_logs=rows_of(d_key_logs),
                 d_values=rows_of(d_values),
                 block=block,
                 OF_VALUES=of_values,

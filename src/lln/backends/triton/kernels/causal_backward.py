@@ -48,10 +48,11 @@ def causal_queries_backward_kernel(
     keys,
     value,
     gradient,
+    output,
     starts,
     logs_of_total,
-    dots,
     d_logs,
+    scaled,
     heads,
     groups,
     block,
@@ -67,7 +68,13 @@ def causal_queries_backward_kernel(
     NORMALIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of the log-weights of queries, of one block of values."""
+    """The gradient of the log-weights of queries, of one block of values.
+
+    g . out is that of the block's values, so that its part of the gradient cancels by itself where one key has all
+    weight. What rounding has left of the sum over features is then taken off too: alpha would multiply it. The weights
+    of a query have the sum 1 but for the rounding of its z, which is large where a or b is. If there is `scaled`, they
+    are divided by their sum, and so is the gradient that is stored there for the gradients of keys and values.
+    """
     place, _pair, batch, head, row_head, middle_q, middle_k, start, end = place_in_split(
         queries, keys, heads, groups, tokens, split_tokens, splits, D, BLOCK_D
     )
@@ -83,24 +90,33 @@ def causal_queries_backward_kernel(
         b, _, kept = load_keys(keys, middle_k, middle_q, batch, head, row_head, rows, end, D, BLOCK_D, NORMALIZED)
         v = load_rows(value, batch, row_head, rows, kept, V, BLOCK_V, value_first)
         g = load_rows(gradient, batch, head, rows, there, V, BLOCK_V, value_first)
-        r = tl.zeros((BLOCK_N,), tl.float32)
-        if block == 0:
-            r = load_scale(dots, batch, head, rows, there)
+        r = tl.sum(g * load_rows(output, batch, head, rows, there, V, BLOCK_V, value_first), axis=1)
         pairs = (local[None, :] <= local[:, None]) & kept[None, :] & there[:, None]
         zero = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
         d_weights = tl.where(pairs, dot(g, tl.trans(v), zero, PRECISION) - r[:, None], 0.0)
         before = tl.where(there[:, None], tl.exp(tl.minimum(c + top[None, :], 1.0)), 0.0)
         met = dot(g, tl.trans(total), tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
+        shares = before * mass[None, :]
         d_a = before * (met - r[:, None] * mass[None, :])
         ref = first_seen(top, b, kept, True, BLOCK_N, 0)
         if tl.max(tl.max(b - ref[None, :], axis=1), axis=0) <= REACH:
             f = tl.where(there[:, None], tl.exp(tl.minimum(c + ref[None, :], 1.0)), 0.0)
             e = tl.where(kept[:, None], tl.exp(b - ref[None, :]), 0.0)
             d_a += f * dot(d_weights, e, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
+            weights = tl.where(pairs, 1.0, 0.0)
+            shares += f * dot(weights, e, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), PRECISION)
         else:
             for feature in range(all_features):
-                d_column = tl.sum(exponentials(c, b, feature, pairs, BLOCK_D) * d_weights, axis=1)
-                d_a += tl.where((features == feature)[None, :], d_column[:, None], 0.0)
+                weights = exponentials(c, b, feature, pairs, BLOCK_D)
+                is_feature = (features == feature)[None, :]
+                d_a += tl.where(is_feature, tl.sum(weights * d_weights, axis=1)[:, None], 0.0)
+                shares += tl.where(is_feature, tl.sum(weights, axis=1)[:, None], 0.0)
+        if scaled is not None:
+            weight = tl.sum(shares, axis=1)  # far from 1 where logs are so large that no weight has a correct digit
+            inverse = 1.0 / tl.where(tl.abs(weight - 1.0) < 0.5, weight, 1.0)[:, None]
+            shares, d_a = shares * inverse, d_a * inverse
+            store_rows(scaled, batch, head, rows, rows < end, g * inverse, V, BLOCK_V, value_first)
+        d_a -= shares * tl.sum(d_a, axis=1)[:, None]
         if block > 0:
             d_a += load_rows(d_logs, batch, head, rows, rows < end, D, BLOCK_D, 0)
         store_rows(d_logs, batch, head, rows, rows < end, d_a, D, BLOCK_D, 0)

@@ -72,8 +72,9 @@ def queries_backward_kernel(
                 columns = value_first + tl.arange(0, BLOCK_V)
                 s_t = tl.load(values + (pair * BLOCK_D + features[None, :]) * WIDTH + columns[:, None])
                 seen = dot(g, s_t, seen, PRECISION)
-            da = shares * seen
-            da = da - shares * tl.sum(da, axis=1)[:, None]
+            # The mean is taken off in two steps, the second of what the first has left, which alpha would multiply.
+            seen = seen - tl.sum(shares * seen, axis=1)[:, None]
+            da = shares * (seen - tl.sum(shares * seen, axis=1)[:, None])
             d_mass += tl.sum(da, axis=0)
             d_q = da * scale[:, None]
             d_middle -= tl.sum(d_q, axis=0)
