@@ -156,10 +156,11 @@ def _beyond_neighbors(
     size, reach = min(block_size, tokens), 1 if near == "window" else 0
     tiles = (tokens + size - 1) // size
     a, b, value = (pad(x, (0, 0, 0, tiles * size - tokens)) for x in (a, b, pad(value, (0, 1), value=1.0)))
-    a = a.unflatten(2, (tiles, size))  # (B, H, n, T, F)
+    a = torch.unflatten(a, 2, (tiles, size))  # (B, H, n, T, F)
 
     # What lies in other tiles than those of the neighbours: the tiles before them and those after them.
-    sums = b.unflatten(2, (tiles, size)).mT @ value.unflatten(2, (tiles, size))  # (B, H, n, F, V + 1)
+    b_tiles, value_tiles = (torch.unflatten(x, 2, (tiles, size)) for x in (b, value))
+    sums = b_tiles.mT @ value_tiles  # (B, H, n, F, V + 1)
     before = pad(sums.cumsum(dim=2), (0, 0, 0, 0, reach + 1, 0))[:, :, :tiles]
     after = pad(sums.flip(2).cumsum(dim=2), (0, 0, 0, 0, reach + 1, 0))[:, :, :tiles].flip(2)
     far = a @ (before + after)

@@ -130,7 +130,7 @@ def test_all_that_a_share_depends_on_is_fitted_to_the_output(make, combine, monk
     with torch.no_grad():  # so that queries differ in how much lies far
         for name, weight in model.named_parameters():
             if name.endswith(("query.weight", "key.weight")):
-                weight.mul_(8)
+                weight.mul_(4)
     teacher = make_teacher(model)
     options = {"statistics": "learned", "form": "decomposed", "projection": True, "signed": True}
     student = lln.hf.convert(copy.deepcopy(model), "lln_diag", combine=combine, block_size=8, near="window", **options)
