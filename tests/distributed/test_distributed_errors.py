@@ -171,7 +171,9 @@ def scores_of_minus_infinity(group, is_causal, packed=False, **options):
     whole = [torch.cat([part[i] for part in parts], dim=2) for i in range(3)]
     whole[1].abs_()
     q, k, v = parts[rank]
-    given = {"is_causal": is_causal, **options} | ({"cu_seqlens": torch.tensor([0, 33, 17 * size]).int()} if packed else {})
+    given = {"is_causal": is_causal, **options} | (
+        {"cu_seqlens": torch.tensor([0, 33, 17 * size]).int()} if packed else {}
+    )
     expected = lln.reference.block_diagonal_attention(*whole, **given)
     one = lln.block_diagonal_attention(*whole, **given)
     found = distributed.block_diagonal_attention(q, k.abs(), v, group=group, **given)
