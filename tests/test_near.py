@@ -138,6 +138,25 @@ def test_later_tokens_that_are_not_finite_do_not_reach_earlier_rows(tokens, back
     assert not dirty[:, :, 60].isfinite().any()
 
 
+@causal_or_full
+@pytest.mark.parametrize("near", ["blocks", "window"])
+@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize("size", [1, 2, 33])
+def test_a_query_whose_scores_are_all_minus_infinity_gives_nan(tokens, backend, near, is_causal, size, padding):
+    """As softmax does; and no value beyond the block or window, which a finite output would hold."""
+    inputs = tokens(B=1, H=2, N=100, D=16, dtype=torch.float32)
+    inputs[0][0, 1, 3], inputs[1] = -torch.inf, inputs[1].abs()
+    options = {"near": near, "block_size": size, "is_causal": is_causal}
+    if padding:
+        options["key_padding_mask"] = (torch.arange(100) < 100 - padding)[None]
+    found, expected = (x.block_diagonal_attention(*inputs, **options) for x in (lln, reference))
+    assert found[0, 1, 3].isnan().all()
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+    output, ratio = lln.neighbors.near_with_mass_ratio(*inputs, **options)
+    torch.testing.assert_close(output, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+    assert not ratio[0, 1, 3].isfinite()
+
+
 def test_block_of_any_size_with_softmax_as_the_limit(tokens, backend, wide):
     inputs = tokens(N=50, dtype=wide)
     for block_size in (50, 51, 1000):

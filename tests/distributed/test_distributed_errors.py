@@ -163,6 +163,25 @@ def not_finite(group, what, place, is_causal, function="lln_diag_attention", **o
     assert torch.allclose(found, expected, atol=1e-5, equal_nan=True)
 
 
+def scores_of_minus_infinity(group, is_causal, packed=False, **options):
+    """A query whose scores are all -inf gives NaN, as in one process, and no other does."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = [tokens(r, N=17) for r in range(size)]
+    parts[1][0][0, 1, 2] = -torch.inf
+    whole = [torch.cat([part[i] for part in parts], dim=2) for i in range(3)]
+    whole[1].abs_()
+    q, k, v = parts[rank]
+    given = {"is_causal": is_causal, **options} | (
+        {"cu_seqlens": torch.tensor([0, 33, 17 * size]).int()} if packed else {}
+    )
+    expected = lln.reference.block_diagonal_attention(*whole, **given)
+    one = lln.block_diagonal_attention(*whole, **given)
+    found = distributed.block_diagonal_attention(q, k.abs(), v, group=group, **given)
+    assert expected.isnan().sum() == 8
+    assert torch.allclose(one, expected, atol=1e-5, equal_nan=True)
+    assert torch.allclose(found, expected[:, :, 17 * rank : 17 * rank + 17], atol=1e-5, equal_nan=True)
+
+
 def low_precision(group, dtype, is_causal):
     """As far from float64 as the plain formula in the same precision, or nearly so."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -245,6 +264,9 @@ def error_cases():
             for place in (torch.nan, torch.inf, -torch.inf):
                 case = partial(not_finite, what=what, place=place, is_causal=causal, block_size=4)
                 yield f"{place} in {what}, causal={causal}", case
+        case = partial(scores_of_minus_infinity, is_causal=causal)
+        yield f"scores of -inf, window, causal={causal}", partial(case, near="window", block_size=1)
+        yield f"scores of -inf, packed, causal={causal}", partial(case, packed=True, block_size=33)
         for dtype in (torch.bfloat16, torch.float16):
             yield f"{dtype} causal={causal}", partial(low_precision, dtype=dtype, is_causal=causal)
 

@@ -166,6 +166,15 @@ def refused(group):
         model(**inputs | {"attention_mask": (torch.arange(37) < 30 + rank).long().expand(3, -1)})
     with torch.set_grad_enabled(rank > 0), pytest.raises(ValueError, match="gradients: False on rank 0; True on rank"):
         model(**inputs)
+    labels = inputs["labels"]
+    with pytest.raises(ValueError, match=r"kind of labels: int64 \(3, 37\) on rank 0; int32 \(3, 37\) on rank"):
+        model(**inputs | {"labels": labels.int() if rank else labels})
+    with pytest.raises(ValueError, match="rank 0: ValueError: it needs input_ids or inputs_embeds"):
+        model(**inputs if rank else {})
+    wrong = labels.clone()
+    wrong[0, 0] = 50  # in the part of rank 0 alone
+    with pytest.raises(ValueError, match="the loss of RobertaForMaskedLM cannot run: rank 0: IndexError: Target 50"):
+        model(**inputs | {"labels": wrong})
     with pytest.raises(ValueError, match="leave return_dict=False out"):
         model(**inputs, return_dict=False)
     with pytest.raises(ValueError, match="tokens: 37 on rank 0; 36 on rank"):

@@ -194,21 +194,25 @@ class _Parts:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = dict(self.forward.bind_partial(*args).arguments) | kwargs
         whole = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-        if not isinstance(whole, Tensor):
-            raise ValueError("a parallelized model needs input_ids or inputs_embeds")
+        name = f"{type(model).__name__}.forward"
+        if not isinstance(whole, Tensor):  # perhaps on this process alone, so all are told
+            device = next(model.parameters()).device
+            self.ranks.check(name, {"error": "ValueError: it needs input_ids or inputs_embeds"}, (), device)
+            raise AssertionError
         batch, tokens = whole.shape[:2]
         description = {
             "batch": batch,
             "tokens": tokens,
             "arguments": sorted(name for name, x in given.items() if x is not None),
             "gradients": torch.is_grad_enabled(),
+            **{f"kind of {name}": _kind(x) for name, x in given.items() if isinstance(x, Tensor)},
             **{
                 name: _digest(x)
                 for name, x in given.items()
                 if isinstance(x, Tensor) and x.is_cpu and not x.is_floating_point()
             },
         }
-        self.ranks.check(f"{type(model).__name__}.forward", description, (), whole.device)
+        self.ranks.check(name, description, (), whole.device)
         if tokens < self.ranks.size:
             raise ValueError(f"{tokens} tokens cannot be split over {self.ranks.size} processes; use fewer of them")
         mask = given.get("attention_mask")
@@ -251,11 +255,18 @@ class _Parts:
             return outputs
         labels, count = self.loss
         self.loss = None
+        name = f"the loss of {type(model).__name__}"
         if "num_items_in_batch" in self.names:
+            self.ranks.check(name, {}, (), labels.device)
             outputs["loss"] = _WholeLoss.apply(self.ranks, outputs["loss"])  # type: ignore[no-untyped-call]
             return outputs
         logits = outputs["logits"].flatten(0, 1).float()
-        loss = cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum") / count
+        description: dict[str, str] = {}
+        try:
+            loss = cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum") / count
+        except (IndexError, RuntimeError, ValueError) as error:  # of a label in the part of this process alone
+            description = {"error": f"{type(error).__name__}: {error}"}
+        self.ranks.check(name, description, (), labels.device)
         whole: Tensor = _WholeLoss.apply(self.ranks, loss)  # type: ignore[no-untyped-call]
         return type(outputs)(loss=whole, **outputs)
 
@@ -344,6 +355,10 @@ def _packed_rows(given: dict[str, Any], batch: int, tokens: int) -> list[Tensor]
         raise ValueError("packed sequences leave no padding; leave attention_mask out, or pad each in a row of its own")
     ends = torch.tensor([tokens])
     return [torch.cat((torch.zeros(1, dtype=torch.int64), row.nonzero()[:, 0].cpu() + 1, ends)) for row in changes]
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 
 def _digest(ids: Tensor) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lln.backends.torch.blocks import block_diagonal_attention
+from lln.backends.torch.blocks import block_diagonal_attention, mask_scores
 from lln.backends.torch.causal import causal_attention
-from lln.backends.torch.summary import KeySummary, attend_summary, mask_value, merge, repeat_heads, summarize
+from lln.backends.torch.summary import KeySummary, attend_summary, merge, repeat_heads, summarize
 from lln.backends.torch.window import window_attention
 from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.matching.curves import Form
@@ -181,6 +181,6 @@ def _attend_recent(query: Tensor, recent_key: Tensor, recent_value: Tensor, outs
     k, v = (repeat_heads(x.to(dtype), groups) for x in (recent_key, recent_value))
     outside = outside[:, None, None, :]
     scores = (query.to(dtype) * query.shape[3] ** -0.5) @ k.mT
-    scores = scores.masked_fill(outside, mask_value(dtype))
+    scores = mask_scores(scores, ~outside)
     values = v.masked_fill(outside.mT, 0.0)  # of a block that has ended: 0 times NaN is NaN
     return torch.softmax(scores, dim=-1) @ values, scores.logsumexp(dim=-1)

@@ -78,14 +78,22 @@ def _traced(
 
 
 def _scores(q: Tensor, k: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
-    """The scores of blocks q and k (..., C, D), with `mask_value` for keys that are not allowed (..., 1, C)."""
+    """The scores of blocks q and k (..., C, D), masked for keys that are not allowed (..., 1, C)."""
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.mT
     if is_causal:
         past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         allowed = past if allowed is None else allowed & past
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, mask_value(scores.dtype))
-    return scores
+    return scores if allowed is None else mask_scores(scores, allowed)
+
+
+def mask_scores(scores: Tensor, allowed: Tensor) -> Tensor:
+    """-inf for keys that are not allowed, so that a row of which all allowed scores are -inf becomes NaN.
+
+    `mask_value` in a row without any allowed key, which would become NaN too.
+    """
+    has_any = allowed.any(dim=-1, keepdim=True)
+    fill = torch.zeros_like(has_any, dtype=scores.dtype).masked_fill(~has_any, mask_value(scores.dtype))
+    return torch.where(allowed, scores, fill.masked_fill(has_any, -torch.inf))
 
 
 def _mix_past(weights: Tensor, v: Tensor) -> Tensor:
@@ -158,6 +166,7 @@ def _forward(
             of_q, of_k = part.blocks(size, q, k)
             scores = _scores(of_q, of_k, part.allowed(size), is_causal)
             part.write(lse, scores.logsumexp(dim=-1, keepdim=True).flatten(2, 3))
+        is_spoilt = is_readable(every := q.isfinite().all() & k.isfinite().all()) and not bool(every)
         mask = None
         if part.keep is not None and not is_causal:  # in causal blocks what is not kept comes after all that is
             mask = torch.zeros_like(part.keep, dtype=q.dtype).masked_fill_(~part.keep, mask_value(q.dtype))
@@ -173,7 +182,11 @@ def _forward(
             finite = v.isfinite()
             nonfinite = _running_nonfinite(v, finite)
             v.masked_fill_(~finite, 0.0)
-        mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
+        if is_spoilt:  # torch's function gives zeros for a row of which all scores are -inf
+            allowed = None if mask is None else mask == 0
+            mixed = torch.softmax(_scores(q, k, allowed, is_causal), dim=-1) @ v
+        else:
+            mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
         part.write(output, (mixed if nonfinite is None else mixed + nonfinite).view(*shape, -1))
     return (output,) if lse is None else (output, lse), ()
 

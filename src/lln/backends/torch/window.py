@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lln.backends.torch.blocks import mask_scores
 from lln.backends.torch.recompute import Attention, Inputs, Tensors
-from lln.backends.torch.summary import mask_value, repeat_heads
+from lln.backends.torch.summary import repeat_heads
 from lln.checks import is_readable
 from lln.masks import fill_padding, front_order, kept_tokens, take_tokens
 from lln.matching.moments import chunks, piece_tokens
@@ -108,7 +109,7 @@ def _tiles(
     scores = (q * query.shape[3] ** -0.5) @ (k if is_finite else k.where(finite_key, 0.0))
     if not is_finite:
         scores = scores.masked_fill(~finite_key.all(dim=-2, keepdim=True), torch.nan)
-    scores = scores.masked_fill(~allowed, mask_value(dtype))
+    scores = mask_scores(scores, allowed)
     weights = torch.softmax(scores, dim=-1)
     if is_finite:
         output = weights @ v.mT

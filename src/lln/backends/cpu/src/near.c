@@ -35,7 +35,8 @@ void near_softmax(long rows, long keys, long seen, long step, float scale, float
             store(scores + j, e);
             sum += e;
         }
-        float total = total_of(sum), share = weight / total;
+        /* all scores that count are -inf: 0 times infinity makes the row NaN, as in softmax */
+        float total = top == MASKED ? 0.f : total_of(sum), share = weight / total;
         if (lse) lse[r] = top * scale + logf(total);
         for (long j = 0; j < stop; j += LANES) store(scores + j, load(scores + j) * share);
         for (long j = stop; j < vector; j += LANES) store(scores + j, broadcast(0.f));
