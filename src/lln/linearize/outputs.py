@@ -120,7 +120,8 @@ def _fit_logits(columns: Tensor, *, offset: Tensor, size: Tensor, along: Tensor,
     least = _share_error(share, size, along)
     for _ in range(SHARE_STEPS):
         slope = share * (1 - share)
-        curvature = torch.einsum("bhnc,bhnd,bhn->hcd", columns, columns, size * slope.square())
+        weighted = columns * (size * slope.square())[..., None]
+        curvature = torch.einsum("bhnc,bhnd->hcd", weighted, columns)
         gradient = torch.einsum("bhnc,bhn->hc", columns, (size * share - along) * slope)
         curvature.diagonal(dim1=1, dim2=2).mul_(1 + damping).add_(1e-12)
         tried = best - torch.linalg.solve(curvature, gradient[..., None])[..., 0]
