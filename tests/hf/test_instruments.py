@@ -83,13 +83,21 @@ def test_a_learned_share_is_recorded_as_it_mixes(make, batch, tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("attention", ["lln", "lln_diag"])
-def test_learned_features_windows_and_gates_are_recorded(attention, causal, make, batch, tmp_path):
+@pytest.mark.parametrize(
+    ("attention", "combine", "causal"),
+    [
+        ("lln", None, False),
+        ("lln", None, True),
+        ("lln_diag", "gate", False),
+        ("lln_diag", "gate", True),
+        ("lln_diag", "replace", False),
+    ],
+)
+def test_learned_features_windows_and_gates_are_recorded(attention, combine, causal, make, batch, tmp_path):
     """As the matrix that the mechanism makes of the identity, in place of values."""
     options = {"statistics": "learned", "form": "decomposed", "projection": True, "signed": True, "feature_dim": 11}
     if attention == "lln_diag":
-        options |= {"near": "window", "block_size": 6, "combine": "gate"}
+        options |= {"near": "window", "block_size": 6, "combine": combine}
     model = make("llama", "ModelForCausalLM") if causal else make("roberta")
     model = lln.hf.convert(model, attention, **options)
     mechanisms = [module.mechanism for module in model.modules() if hasattr(module, "mechanism")]

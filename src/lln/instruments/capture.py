@@ -40,7 +40,8 @@ class Capture:
     """Query (1, h, N, D) and key (1, h, M, D) of one sample, and how they are attended.
 
     `mask` (1 or h, N, M) is what a model gave for pairs of tokens: bool with True = may attend, or float to be added.
-    `share` (h, 1 or N) is the part of LLN in LLN + Diag where it is not one half.
+    `share` (h, 1 or N) is the part of LLN in LLN + Diag where it is not one half. With `is_disjoint` LLN leaves the
+    neighbours out.
     """
 
     heads: list[int]
@@ -49,6 +50,7 @@ class Capture:
     options: Options
     mask: Tensor | None = None
     share: Tensor | None = None
+    is_disjoint: bool = False
 
     def rows(self) -> list[Rows]:
         """Pieces that hold the heads in order."""
@@ -61,6 +63,7 @@ class Capture:
             for piece in pieces:
                 if isinstance(piece, MeanRows) and share is not None:
                     piece.share = share[done : done + piece.heads, :, None]
+                    piece.is_disjoint = self.is_disjoint
                 done += piece.heads
             return pieces
         masks = self.mask if len(self.mask) > 1 else [self.mask[0]] * len(self.heads)
@@ -140,6 +143,7 @@ def take(
         options,
         mask,
         None if share is None else share[heads],
+        is_disjoint=isinstance(mechanism, JoinedBranches) and mechanism.combine == "replace",
     )
 
 
@@ -196,7 +200,8 @@ def _far_share(mechanism: JoinedBranches, query: Tensor, key: Tensor, options: O
     keep = options.get("key_padding_mask")
     keep = None if keep is None else keep[sample, None]
     is_causal = options.get("is_causal", False)
-    _, ratio = mechanism.near_branch(query, key, key, key_padding_mask=keep, is_causal=is_causal)
+    tokens: Any = {"key_padding_mask": keep, "is_causal": is_causal}
+    ratio = mechanism.joined_branches(lambda: query, query, key, key, **tokens)[2]
     share = mechanism.far_share(query, ratio)
     return None if share is None else share[0, :, :, 0]
 

@@ -198,7 +198,8 @@ class LLNRows(Rows):
 class MeanRows(Rows):
     """Rows of LLN + Diag: a `share` of LLN, and the rest of softmax attention among neighbours.
 
-    `share` is a number, or (G, 1, 1), or (G, N, 1) where each query has its own.
+    `share` is a number, or (G, 1, 1), or (G, N, 1) where each query has its own. With `is_disjoint` LLN attention
+    leaves the neighbours out.
     """
 
     kind = "lln_diag"
@@ -213,14 +214,20 @@ class MeanRows(Rows):
         )
         self.far, self.near = far, near
         self.share: float | Tensor = 0.5
+        self.is_disjoint = False
 
     def head(self, head: int) -> "MeanRows":
         alone = MeanRows(self.far.head(head), self.near.head(head))
         alone.share = self.share[head, None] if isinstance(self.share, Tensor) else self.share
+        alone.is_disjoint = self.is_disjoint
         return alone
 
     def block(self, index: Tensor) -> Tensor:
         share = self.share
         if isinstance(share, Tensor) and share.shape[1] > 1:
             share = share[:, index]
-        return share * self.far.block(index) + (1 - share) * self.near.block(index)
+        far = self.far.block(index)
+        if self.is_disjoint:
+            far = far.masked_fill(self.near.seen(index), 0.0)
+            far = far / far.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(far.dtype).tiny)
+        return share * far + (1 - share) * self.near.block(index)
