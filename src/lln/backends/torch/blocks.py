@@ -182,11 +182,11 @@ def _forward(
             finite = v.isfinite()
             nonfinite = _running_nonfinite(v, finite)
             v.masked_fill_(~finite, 0.0)
+        mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
         if is_spoilt:  # torch's function gives zeros for a row of which all scores are -inf
             allowed = None if mask is None else mask == 0
-            mixed = torch.softmax(_scores(q, k, allowed, is_causal), dim=-1) @ v
-        else:
-            mixed = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
+            highest = _scores(q, k, allowed, is_causal).amax(dim=-1, keepdim=True)
+            mixed = mixed.masked_fill(highest == -torch.inf, torch.nan)
         part.write(output, (mixed if nonfinite is None else mixed + nonfinite).view(*shape, -1))
     return (output,) if lse is None else (output, lse), ()
 
