@@ -13,7 +13,7 @@ from lln.linearize.config import LinearizeConfig
 from lln.paper import table, table1_methods
 from lln.paper import table1 as report
 from lln.paper.jobs import Request
-from lln.paper.table1_methods import METHODS, RATES, SEVEN, STEPS, Cell, cells
+from lln.paper.table1_methods import ALL_STEPS, METHODS, SCHEDULES, SEVEN, Cell, cells
 from lln.paper.table1_runs import chosen_cells, reproduce_table_1
 from lln.tasks import schedule
 from lln.tasks.presets import GLUE_TASKS, PRETRAINED
@@ -33,19 +33,19 @@ def test_the_plan():
     assert "imdb" not in {cell.task for cell in first}
 
 
-def test_every_method_has_the_same_number_of_steps():
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_every_method_has_the_same_number_of_steps(schedule):
+    steps = schedule.steps
     for method in METHODS:
         if method != "softmax":
-            assert sum(METHODS[method].stage_steps(STEPS).values()) == sum(STEPS.values())
-    assert METHODS["lln_diag_ours"].stage_steps(STEPS) == STEPS
-    assert METHODS["lln_ours"].stage_steps(STEPS)["join"] == 0
+            assert sum(METHODS[method].stage_steps(steps).values()) == ALL_STEPS
+    assert METHODS["lln_diag_ours"].stage_steps(steps) == steps
     for method in ("elu", "lln", "lln_diag", "performer"):  # nothing to align or join
-        assert METHODS[method].stage_steps(STEPS)["distil"] == sum(STEPS.values())
-    assert METHODS["hedgehog"].stage_steps(STEPS) == {
-        "align": STEPS["align"],
-        "join": 0,
-        "distil": STEPS["join"] + STEPS["distil"],
-    }
+        assert METHODS[method].stage_steps(steps)["distil"] == ALL_STEPS
+    for method in ("lln_ours", "hedgehog"):  # nothing to join
+        found = METHODS[method].stage_steps(steps)
+        last = "distil" if steps["distil"] else "align"
+        assert found == {**steps, "join": 0, last: steps[last] + steps["join"]}
 
 
 def test_the_papers_forms_leave_out_what_linearize_adds():
@@ -73,7 +73,7 @@ class Child:
 
     started: ClassVar[list[list[str]]] = []
     fails: ClassVar[set[str]] = set()
-    divergence: ClassVar[dict[float, float]] = dict(zip(RATES, (0.2, 0.1), strict=True))
+    divergence: ClassVar[dict[float, float]] = {3e-5: 0.2, 3e-4: 0.1}
 
     def __init__(self, command, **options):
         folder = Path(command[command.index("--out") + 1])
@@ -89,7 +89,7 @@ class Child:
             rate = float(flags["--distil-rate"])
             (folder / "work").mkdir(parents=True)
             (folder / "work" / "summary.json").write_text('{"finished": true}')
-            settings = {f"{stage}_steps": int(flags[f"--{stage}-steps"]) for stage in STEPS}
+            settings = {f"{stage}_steps": int(flags[f"--{stage}-steps"]) for stage in ("align", "join", "distil")}
             settings |= {"batch_tokens": 2048, "options": {"a": 1}, "distil_rate": rate}
             kept = {"distil": [{"cosine": 0.9, "divergence": Child.divergence[rate], "length": 128}]}
             scores = {f"softmax_{name}": value for name, value in METRICS.items()}
@@ -153,8 +153,9 @@ def test_runs_become_lines(child, places, capsys):
     assert softmax["metrics"] == elu["softmax"] == {"accuracy": 0.5}
     assert elu["metrics"] == {"accuracy": 0.4}
     assert "linearize" not in softmax
-    steps = {"align_steps": 0, "join_steps": 0, "distil_steps": sum(STEPS.values())}
-    assert elu["linearize"] == steps | {"tokens": sum(STEPS.values()) * 2048}
+    steps = {"align_steps": 0, "join_steps": 0, "distil_steps": ALL_STEPS}
+    assert elu["linearize"] == steps | {"tokens": ALL_STEPS * 2048}
+    assert elu["schedule"] == "align"
     assert elu["kept"] == {"cosine": 0.9, "divergence": 0.1}
     assert {"options", "train_examples", "eval_examples", "commit", "machine"} <= elu.keys()
     assert {"learning_rate", "epochs", "seconds", "steps"} <= softmax.keys()
@@ -167,13 +168,13 @@ def test_runs_become_lines(child, places, capsys):
     assert not (places["runs"] / "table1" / "elu-rte-seed0").exists()
 
 
-def test_the_better_of_two_rates_is_chosen_on_held_out_training_examples(child, places):
+def test_the_better_of_two_schedules_is_chosen_on_held_out_training_examples(child, places):
     run(places, methods=["elu"], tasks=["rte"], seeds=[0])
     assert names(child) == [
         "softmax-rte-seed0",
         "softmax-qnli-seed0",
-        "rate-elu-3e-05",
-        "rate-elu-0.0003",
+        "try-elu-align",
+        "try-elu-distil",
         "elu-rte-seed0",
     ]
     trials, final = child.started[2:4], child.started[4]
@@ -181,7 +182,7 @@ def test_the_better_of_two_rates_is_chosen_on_held_out_training_examples(child, 
     assert "--hold-out" not in final
     assert final[final.index("--distil-rate") + 1] == "0.0003"
     assert final[final.index("--distil-feature-rate") + 1] == "0.003"
-    assert lines(places)[-1]["trials"] == {"3e-05": 0.2, "0.0003": 0.1}
+    assert lines(places)[-1]["trials"] == {"align": 0.1, "distil": 0.2}
     assert lines(places)[-1]["learning_rate"] == 3e-4
 
 

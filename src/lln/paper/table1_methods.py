@@ -25,7 +25,10 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def stage_steps(self, steps: Mapping[str, int]) -> dict[str, int]:
-        """The steps of each stage, as many in all as `steps` has: what cannot be used in one goes to the last."""
+        """The steps of each stage, as many in all as `steps` has.
+
+        Those of a stage with nothing to train go to distillation, or to alignment where that has all others.
+        """
         from lln.linearize.stages import share_parameters
 
         options = LinearizeConfig(attention=self.attention, options=self.options).all_options(is_causal=False)
@@ -33,7 +36,8 @@ class Method:
         shares = {id(x) for x in share_parameters(mechanism)}
         useful = {"align": any(id(x) not in shares for x in mechanism.parameters()), "join": bool(shares)}
         used = {stage: count if useful.get(stage, True) else 0 for stage, count in steps.items()}
-        return used | {"distil": used["distil"] + sum(steps.values()) - sum(used.values())}
+        last = "distil" if used["distil"] or not used["align"] else "align"
+        return used | {last: used[last] + sum(steps.values()) - sum(used.values())}
 
     def flags(self, steps: Mapping[str, int]) -> list[str]:
         """The flags of `lln linearize` with so many steps in all."""
@@ -55,6 +59,19 @@ class Method:
             )
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of each stage of `lln linearize`, and the learning rate of the weights in distillation."""
+
+    steps: Mapping[str, int]
+    rate: float
+
+    @property
+    def flags(self) -> list[str]:
+        """Of the rates: mechanisms learn ten times as fast as weights."""
+        return ["--distil-rate", repr(self.rate), "--distil-feature-rate", f"{10 * self.rate:g}"]
+
+
 PAPER = {"form": "paper", "statistics": "live", "projection": False, "signed": False}
 METHODS = {
     "softmax": Method("softmax"),
@@ -72,13 +89,15 @@ OF_THE_PAPER = ("mnli", "qnli", "qqp", "sst2")  # run for every method
 EIGHT = tuple(task for task in GLUE_TASKS if task != "imdb")
 SEEDS = (0, 1, 2)
 
-# Steps of stage two. Those of a stage in which a mechanism has nothing to train go to the last one.
-STEPS = {"align": 80, "join": 20, "distil": 200}
+# Stage two: every method tries both on TRIAL_TASK, and is judged by held-out training examples. A mechanism that has
+# nothing to align has these steps in distillation, and so two rates.
+SCHEDULES = {
+    "align": Schedule({"align": 280, "join": 20, "distil": 0}, 3e-4),
+    "distil": Schedule({"align": 80, "join": 20, "distil": 200}, 3e-5),
+}
+ALL_STEPS = 300
 BATCH_TOKENS = 1024
 LINEARIZE = ("--batch-tokens", str(BATCH_TOKENS), "--precision", "bf16", "--cost-tokens", "0")
-# Learning rates of the weights in distillation, tried by every method on this task, and how many held-out training
-# examples it is judged by. Mechanisms learn ten times as fast.
-RATES = (3e-5, 3e-4)
 TRIAL_TASK, TRIAL_EXAMPLES = "qnli", 400
 # For estimates of time: tokens of an example with padding, and validation examples, of all-MiniLM-L6-v2 and the data
 # that the recorded results were made with; training examples where there are fewer than the budget.
@@ -86,10 +105,6 @@ TOKENS = {"mnli": 43, "qnli": 54, "qqp": 36, "sst2": 18, "cola": 15, "mrpc": 57,
 VALIDATION = {"mnli": 7468, "qnli": 5463, "qqp": 7598, "sst2": 872, "cola": 1043, "mrpc": 408, "rte": 277, "stsb": 1500}
 TRAINING = {"mrpc": 3667, "rte": 2490, "stsb": 5749}
 FORWARD = 0.3  # the time of a token without gradients, as a share of a training step's
-
-
-def rate_flags(rate: float) -> list[str]:
-    return ["--distil-rate", repr(rate), "--distil-feature-rate", f"{10 * rate:g}"]
 
 
 @dataclass(frozen=True)
@@ -162,7 +177,7 @@ def fine_tuning_cost(cell: Cell) -> float:
 
 def linearizing_cost(cell: Cell) -> float:
     """Of stage two, in tokens of training: both models run forward on the examples that are learned and measured."""
-    return (1 + FORWARD) * sum(STEPS.values()) * BATCH_TOKENS + 2 * TOKENS[cell.task] * _measuring(cell.task)
+    return (1 + FORWARD) * ALL_STEPS * BATCH_TOKENS + 2 * TOKENS[cell.task] * _measuring(cell.task)
 
 
 def _measuring(task: str) -> float:

@@ -2,7 +2,7 @@
 
 Stage one, for each task: `lln train glue` fine-tunes the model with its softmax attention. Stage two, for each method:
 `lln linearize` turns the fine-tuned model linear on the examples that it was fine-tuned on, without their labels, with
-the same number of steps and tokens. Of two learning rates each method has the one that keeps more of the predictions on
+the same number of steps and tokens. Of two schedules each method has the one that keeps more of the predictions on
 held-out training examples of one task. Every finished model is a line of RESULTS/table1.jsonl. Important runs come
 first, so that a reproduction that is stopped has a table already.
 """
@@ -19,10 +19,9 @@ from lln.paper.table1_methods import (
     LINEARIZE,
     METHODS,
     OF_THE_PAPER,
-    RATES,
     REMAKE,
+    SCHEDULES,
     SEVEN,
-    STEPS,
     TRIAL_EXAMPLES,
     TRIAL_TASK,
     Cell,
@@ -30,7 +29,6 @@ from lln.paper.table1_methods import (
     cells,
     fine_tuning_cost,
     linearizing_cost,
-    rate_flags,
     seconds_of_a_token,
 )
 from lln.provenance import read_json
@@ -102,14 +100,14 @@ def check_data(waiting: Sequence[Cell], data: Path) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A method with one rate, judged on held-out training examples of one task."""
+    """A method with one schedule, judged on held-out training examples of one task."""
 
     method: str
-    rate: float
+    schedule: str
 
     @property
     def name(self) -> str:
-        return f"rate-{self.method}-{self.rate:g}"
+        return f"try-{self.method}-{self.schedule}"
 
     @property
     def cell(self) -> Cell:
@@ -143,17 +141,18 @@ class Place:
             )
         for line in self.lines():
             if "linearize" in line:
-                found = {stage: line["linearize"][f"{stage}_steps"] for stage in STEPS}
-                if found != METHODS[line["method"]].stage_steps(STEPS):
+                steps = SCHEDULES[line["schedule"]].steps
+                found = {stage: line["linearize"][f"{stage}_steps"] for stage in steps}
+                if found != METHODS[line["method"]].stage_steps(steps):
                     raise ValueError(
                         f"{self.result} holds a run of {line['method']} that was made linear in other steps ({found}); "
                         "remove its lines, or choose another folder, --results"
                     )
 
     def trials(self, waiting: Iterable[Cell]) -> list[Trial]:
-        """The rates that are still to be tried for these cells."""
+        """The schedules that are still to be tried for these cells."""
         methods = dict.fromkeys(cell.method for cell in waiting if cell.method != "softmax")
-        found = [Trial(method, rate) for method in methods if self._chosen(method) is None for rate in RATES]
+        found = [Trial(method, name) for method in methods if self._chosen(method) is None for name in SCHEDULES]
         return [trial for trial in found if not self._is_finished(self.runs / trial.name)]
 
     def plan(self, waiting: Sequence[Cell]) -> tuple[list[Planned], dict[str, float]]:
@@ -192,24 +191,24 @@ class Place:
         return self._planned(cell.name, ["train", "glue", *flags], folder / SUMMARY, record)
 
     def trying(self, trial: Trial) -> Planned:
-        """A rate of a method: how far predictions for held-out training examples are from those of softmax."""
-        command = [*self._linearize(trial.cell), "--hold-out", "--eval-passages", str(TRIAL_EXAMPLES)]
+        """A schedule of a method: how far predictions for held-out training examples are from those of softmax."""
+        command = self._linearize(trial.cell, trial.schedule)
         return self._planned(
             trial.name,
-            [*command, *rate_flags(trial.rate)],
+            [*command, "--hold-out", "--eval-passages", str(TRIAL_EXAMPLES)],
             self.runs / trial.name / "work" / SUMMARY,
             lambda: f"divergence {self._divergence(trial):.4g}",
             is_ready=lambda: self._is_finished(self.runs / trial.cell.softmax.name),
         )
 
     def linearizing(self, cell: Cell) -> Planned:
-        """Stage two of a method on a task, with the better rate."""
+        """Stage two of a method on a task, with the better schedule."""
         folder = self.runs / cell.name
 
         def command() -> list[str]:
             chosen = self._chosen(cell.method)
             assert chosen is not None
-            return [*self._linearize(cell), "--eval-passages", "40", *rate_flags(chosen[0])]
+            return [*self._linearize(cell, chosen[0]), "--eval-passages", "40"]
 
         def record() -> str:
             text = self.record(cell)
@@ -231,12 +230,13 @@ class Place:
         assert chosen is not None
         settings, labelled = report["settings"], report["labelled"]
         names = TASKS[cell.task].metrics
-        steps = {f"{stage}_steps": settings[f"{stage}_steps"] for stage in STEPS}
+        steps = {f"{stage}_steps": settings[f"{stage}_steps"] for stage in SCHEDULES[chosen[0]].steps}
         kept = list(report["kept"].values())[-1][-1]
         found = {
             # Those of the model that it was made from, measured in the same way.
             "softmax": {name: labelled[f"softmax_{name}"] for name in names},
             "options": settings["options"],
+            "schedule": chosen[0],
             "learning_rate": settings["distil_rate"],
             "trials": chosen[1],
             "train_examples": report["data"]["training_examples"],
@@ -247,17 +247,17 @@ class Place:
         }
         return self._write(cell, {name: labelled[f"linear_{name}"] for name in names}, found, report)
 
-    def _chosen(self, method: str) -> tuple[float, dict[str, float]] | None:
-        """The better rate of a method, and what each got; from its trials, or from what was recorded of them."""
-        trials = [Trial(method, rate) for rate in RATES]
+    def _chosen(self, method: str) -> tuple[str, dict[str, float]] | None:
+        """The better schedule of a method, and what each got; from its trials, or from what was recorded of them."""
+        trials = [Trial(method, name) for name in SCHEDULES]
         if all(self._is_finished(self.runs / trial.name) for trial in trials):
-            found = {f"{trial.rate:g}": self._divergence(trial) for trial in trials}
+            found = {trial.schedule: self._divergence(trial) for trial in trials}
         else:
             recorded = [x["trials"] for x in self.lines() if x["method"] == method and "linearize" in x]
             if not recorded:
                 return None
             found = recorded[-1]
-        return float(min(found, key=found.__getitem__)), found
+        return min(found, key=found.__getitem__), found
 
     def _divergence(self, trial: Trial) -> float:
         kept = read_json(self.runs / trial.name / "report.json", REMAKE)["kept"]
@@ -266,10 +266,10 @@ class Place:
     def _is_finished(self, folder: Path) -> bool:
         return (folder / SUMMARY).exists() or (folder / "work" / SUMMARY).exists()
 
-    def _linearize(self, cell: Cell) -> list[str]:
-        start = self.runs / cell.softmax.name / "model"
-        flags = ["--task", cell.task, "--seed", str(cell.seed), *cell.limits, *LINEARIZE]
-        return ["linearize", str(start), *METHODS[cell.method].flags(STEPS), *flags]
+    def _linearize(self, cell: Cell, schedule: str) -> list[str]:
+        start, chosen = self.runs / cell.softmax.name / "model", SCHEDULES[schedule]
+        flags = ["--task", cell.task, "--seed", str(cell.seed), *cell.limits, *LINEARIZE, *chosen.flags]
+        return ["linearize", str(start), *METHODS[cell.method].flags(chosen.steps), *flags]
 
     def _planned(
         self,
