@@ -7,6 +7,7 @@ from pathlib import Path
 from lln.bench.measure import predict
 from lln.paper import headline
 from lln.report.speed import credible
+from lln.results import Result, write_results
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -67,11 +68,12 @@ def test_glue_counts_once_all_tasks_are_there(tmp_path):
         for task in EIGHT:
             metric = METRIC.get(task, "accuracy")
             began = {} if method == "softmax" else {"softmax": {metric: 0.8}}
-            found.append({"method": method, "task": task, "metrics": {metric: 0.8 * share}} | began | origin)
+            summary = {"metrics": {metric: 0.8 * share}} | began
+            found.append(Result(f"{method}-{task}", origin, {"method": method, "task": task}, summary))
         return found
 
     def write(lines):
-        (tmp_path / "table1.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        write_results(tmp_path / "table1.jsonl", lines)
 
     write([*runs("softmax", 1.0), *runs("lln_diag_ours", 0.95)[:-1]])
     assert headline.glue_shares(tmp_path) == {}

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +16,7 @@ from lln.paper import table1 as report
 from lln.paper.jobs import Request
 from lln.paper.table1_methods import ALL_STEPS, METHODS, SCHEDULES, SEVEN, Cell, cells
 from lln.paper.table1_runs import chosen_cells, reproduce_table_1
+from lln.results import Result, read_results, write_results
 from lln.tasks import schedule
 from lln.tasks.presets import GLUE_TASKS, PRETRAINED
 
@@ -139,7 +141,7 @@ def run(places, **options):
 
 
 def lines(places):
-    return [json.loads(line) for line in (places["results"] / "table1.jsonl").read_text().splitlines()]
+    return report.read_lines(places["results"] / "table1.jsonl")
 
 
 def names(child):
@@ -222,9 +224,10 @@ def test_runs_from_another_model_or_with_other_steps_are_not_mixed(child, places
     with pytest.raises(ValueError, match=r"table1\.jsonl holds runs from model, not from other"):
         reproduce_table_1(places["runs"].parent / "other", Request(**places, methods=["elu"]))
     (places["runs"].parent / "other").rename(places["runs"].parent / "model")
-    result = places["results"] / "table1.jsonl"
-    row = lines(places)[-1]
-    result.write_text(json.dumps(row | {"linearize": row["linearize"] | {"distil_steps": 7}}) + "\n")
+    path = places["results"] / "table1.jsonl"
+    *_, last = read_results(path, made_by="a test").values()
+    settings = {**last.settings, "linearize": last.settings["linearize"] | {"distil_steps": 7}}
+    write_results(path, [replace(last, settings=settings)])
     with pytest.raises(ValueError, match=r"holds a run of elu that was made linear in other steps"):
         run(places, methods=["softmax"], tasks=["rte"])
 
@@ -277,20 +280,22 @@ def test_estimates_count_trials_and_validation(capsys):
     assert capsys.readouterr().err.splitlines() == ["2 jobs to go, about 3.0 hours", "1 jobs to go, about 1.0 hours"]
 
 
-def line(method, task, seed, **metrics):
-    origin = {"commit": "abc", "threads": 1, "machine": {"processor": "P", "cores": 2}, "model": "m"}
-    budget = {"train_examples": 100, "steps": 7}
-    if method != "softmax":
-        budget = {"linearize": {"align_steps": 0, "distil_steps": 9, "tokens": 99}}
-        budget["softmax"] = dict.fromkeys(metrics, 0.8)
-    return {"method": method, "task": task, "seed": seed, "metrics": metrics} | origin | budget
+def result(method, task, seed, **metrics):
+    origin = {"seed": seed, "commit": "abc", "threads": 1, "machine": {"processor": "P", "cores": 2}}
+    settings = {"method": method, "task": task, "model": "m"}
+    if method == "softmax":
+        settings |= {"train_examples": 100}
+        return Result(f"{method}-{task}-{seed}", origin, settings, {"metrics": metrics, "steps": 7})
+    settings |= {"linearize": {"align_steps": 0, "distil_steps": 9, "tokens": 99}}
+    summary = {"metrics": metrics, "softmax": dict.fromkeys(metrics, 0.8)}
+    return Result(f"{method}-{task}-{seed}", origin, settings, summary)
 
 
 def test_the_table(tmp_path):
-    rows = [line("softmax", task, 0, accuracy=0.8, f1=0.9, matthews=0.4, spearman=0.9) for task in report.TITLES]
-    rows += [line("elu", task, 0, accuracy=0.6) for task in report.OF_THE_PAPER]
-    rows += [line("elu", "cola", seed, matthews=value, accuracy=1.0) for seed, value in enumerate((0.1, 0.2, 0.3))]
-    (tmp_path / "table1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [result("softmax", task, 0, accuracy=0.8, f1=0.9, matthews=0.4, spearman=0.9) for task in report.TITLES]
+    rows += [result("elu", task, 0, accuracy=0.6) for task in report.OF_THE_PAPER]
+    rows += [result("elu", "cola", seed, matthews=value, accuracy=1.0) for seed, value in enumerate((0.1, 0.2, 0.3))]
+    write_results(tmp_path / "table1.jsonl", rows)
     made, markdown, picture = table("table1", results=tmp_path, out=tmp_path / "out")
     assert markdown.read_text() == made.markdown()
     assert picture.stat().st_size > 5_000

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from lln.instruments.records import read_records
 from lln.report.table import Table
+from lln.results import read_results
 from lln.zoo import describe
 
 TITLES = {
@@ -70,17 +70,24 @@ def make(results: Path, file: str = "table1") -> Table:
 
 def share_of_softmax(results: Path, method: str) -> float | None:
     """The sum over eight tasks as a share of softmax attention's; None where a task is not recorded."""
-    return _share(_read(results, "table1"), method, EIGHT)
+    return _share(_read(results), method, EIGHT)
 
 
 def origin(results: Path) -> str:
     """Machines, commits and seeds of the runs."""
-    return _origin(_read(results, "table1"))
+    return _origin(_read(results))
 
 
-def _read(results: Path, file: str) -> list[Line]:
-    path = results / f"{file}.jsonl"
-    return read_records(path) if path.exists() else []
+def read_lines(path: Path) -> list[Line]:
+    """What was recorded of each run: where it comes from, its settings and its summary in one; none without a file."""
+    if not path.exists():
+        return []
+    found = read_results(path, made_by="lln reproduce table1").values()
+    return [{**x.origin, **x.settings, **x.summary} for x in found]
+
+
+def _read(results: Path, file: str = "table1") -> list[Line]:
+    return read_lines(results / f"{file}.jsonl")
 
 
 def _values(lines: Sequence[Line], method: str, task: str, metrics: str = "metrics") -> list[float]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lln.instruments.records import read_records
 from lln.paper.jobs import Request
+from lln.paper.table1 import Line, read_lines
 from lln.paper.table1_methods import (
     LINEARIZE,
     METHODS,
@@ -32,7 +32,7 @@ from lln.paper.table1_methods import (
     seconds_of_a_token,
 )
 from lln.provenance import read_json
-from lln.results import write_lines
+from lln.results import Result, Row, add_result
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.glue import TASKS, check_glue
 from lln.tasks.presets import PRETRAINED
@@ -123,10 +123,10 @@ class Place:
     result: Path
     data_dir: Path | None
 
-    def lines(self) -> list[dict[str, Any]]:
-        return read_records(self.result) if self.result.exists() else []
+    def lines(self) -> list[Line]:
+        return read_lines(self.result)
 
-    def line(self, cell: Cell) -> dict[str, Any] | None:
+    def line(self, cell: Cell) -> Line | None:
         """What was recorded of a finished run."""
         key = (cell.method, cell.task, cell.seed)
         found = [x for x in self.lines() if (x["method"], x["task"], x["seed"]) == key]
@@ -183,10 +183,11 @@ class Place:
         def record() -> str:
             summary = read_json(folder / SUMMARY, RESTORE[SUMMARY])
             metrics = {name: summary[f"eval_{name}"] for name in TASKS[cell.task].metrics}
-            kept = ("learning_rate", "trials", "train_examples", "eval_examples", "steps", "tokens", "seconds")
-            found = {name: summary[name] for name in kept if name in summary}
-            found["epochs"] = PRETRAINED[cell.task]["epochs"]
-            return self._write(cell, metrics, found, read_json(folder / PROVENANCE, RESTORE[PROVENANCE]))
+            settings = {name: summary[name] for name in ("learning_rate", "train_examples", "eval_examples")}
+            settings["epochs"] = PRETRAINED[cell.task]["epochs"]
+            found = {name: summary[name] for name in ("trials", "steps", "tokens", "seconds") if name in summary}
+            origin = read_json(folder / PROVENANCE, RESTORE[PROVENANCE])
+            return self._write(cell, settings, {"metrics": metrics} | found, origin)
 
         return self._planned(cell.name, ["train", "glue", *flags], folder / SUMMARY, record)
 
@@ -228,24 +229,26 @@ class Place:
         report = read_json(self.runs / cell.name / "report.json", REMAKE)
         chosen = self._chosen(cell.method)
         assert chosen is not None
-        settings, labelled = report["settings"], report["labelled"]
+        given, labelled = report["settings"], report["labelled"]
         names = TASKS[cell.task].metrics
-        steps = {f"{stage}_steps": settings[f"{stage}_steps"] for stage in SCHEDULES[chosen[0]].steps}
+        steps = {f"{stage}_steps": given[f"{stage}_steps"] for stage in SCHEDULES[chosen[0]].steps}
         kept = list(report["kept"].values())[-1][-1]
-        found = {
-            # Those of the model that it was made from, measured in the same way.
-            "softmax": {name: labelled[f"softmax_{name}"] for name in names},
-            "options": settings["options"],
+        settings = {
+            "options": given["options"],
             "schedule": chosen[0],
-            "learning_rate": settings["distil_rate"],
-            "trials": chosen[1],
+            "learning_rate": given["distil_rate"],
             "train_examples": report["data"]["training_examples"],
             "eval_examples": labelled["examples"],
-            "linearize": steps | {"tokens": sum(steps.values()) * settings["batch_tokens"]},
-            "kept": {name: kept[name] for name in ("cosine", "divergence") if name in kept},
-            "ablation": report["ablation"],
+            "linearize": steps | {"tokens": sum(steps.values()) * given["batch_tokens"]},
         }
-        return self._write(cell, {name: labelled[f"linear_{name}"] for name in names}, found, report)
+        found = {
+            "metrics": {name: labelled[f"linear_{name}"] for name in names},
+            # Those of the model that it was made from, measured in the same way.
+            "softmax": {name: labelled[f"softmax_{name}"] for name in names},
+            "trials": chosen[1],
+            "kept": {name: kept[name] for name in ("cosine", "divergence") if name in kept},
+        }
+        return self._write(cell, settings, found, report, rows=report["ablation"])
 
     def _chosen(self, method: str) -> tuple[str, dict[str, float]] | None:
         """The better schedule of a method, and what each got; from its trials, or from what was recorded of them."""
@@ -291,15 +294,25 @@ class Place:
         )
 
     def _write(
-        self, cell: Cell, metrics: Mapping[str, float], found: Mapping[str, Any], origin: Mapping[str, Any]
+        self,
+        cell: Cell,
+        settings: Mapping[str, Any],
+        summary: Mapping[str, Any],
+        report: Mapping[str, Any],
+        rows: Sequence[Row] = (),
     ) -> str:
         """Write a line; what was recorded of the cell before is replaced."""
-        line = {"method": cell.method, "task": cell.task, "seed": cell.seed, "metrics": metrics, **found}
-        line |= {"precision": "bf16", "model": self.model.name, "command": self._plain(origin["command"])}
-        line |= {name: origin[name] for name in ("commit", "machine", "threads", "torch")}
-        others = [x for x in self.lines() if (x["method"], x["task"], x["seed"]) != (cell.method, cell.task, cell.seed)]
-        write_lines(self.result, [*others, line])
-        return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        origin = {name: report[name] for name in ("commit", "machine", "threads", "torch")}
+        about = {"method": cell.method, "task": cell.task, "model": self.model.name, "precision": "bf16"}
+        result = Result(
+            cell.name,
+            {"command": self._plain(report["command"]), "seed": cell.seed} | origin,
+            about | settings,
+            summary,
+            {"rows": rows} if rows else {},
+        )
+        add_result(self.result, result)
+        return ", ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
 
     def _plain(self, command: str) -> str:
         """A command without the paths of this machine."""
