@@ -306,8 +306,8 @@ class Place:
         about = {"method": cell.method, "task": cell.task, "model": self.model.name, "precision": "bf16"}
         result = Result(
             cell.name,
-            {"command": self._plain(report["command"]), "seed": cell.seed} | origin,
-            about | settings,
+            origin | {"command": self._plain(report["command"]), "seed": cell.seed},
+            {**about, **settings},
             summary,
             {"rows": rows} if rows else {},
         )
