@@ -154,6 +154,8 @@ def _beyond_neighbors(
     a = a + top
     a, b = (a - a.detach().amax(dim=3, keepdim=True)).exp(), (b - top).exp()
     size, reach = min(block_size, tokens), 1 if near == "window" else 0
+    if (2 * reach + 1) * size >= tokens:  # one tile, without the tokens before and after it
+        size, reach = tokens, 0
     tiles = (tokens + size - 1) // size
     a, b, value = (pad(x, (0, 0, 0, tiles * size - tokens)) for x in (a, b, pad(value, (0, 1), value=1.0)))
     a = torch.unflatten(a, 2, (tiles, size))  # (B, H, n, T, F)
@@ -170,7 +172,7 @@ def _beyond_neighbors(
     b, value = (pad(x, (0, 0, reach * size, reach * size)).unfold(2, span, size) for x in (b, value))
     weights = a @ b  # (B, H, n, T, S)
     if near == "window":
-        distance = torch.arange(span, device=a.device) - torch.arange(size, device=a.device)[:, None] - size
+        distance = torch.arange(span, device=a.device) - torch.arange(size, device=a.device)[:, None] - reach * size
         right = block_size // 2
         is_near = (distance <= right) & (distance > right - block_size)
         far = far + weights.masked_fill(is_near, 0.0) @ value.mT
