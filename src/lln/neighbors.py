@@ -141,23 +141,53 @@ def _beyond_neighbors(
     a: Tensor, b: Tensor, value: Tensor, keep: Tensor | None, *, near: Near, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """The attention to what is far, (B, H, N, V), and ln of its weight over that of the neighbours, (B, H, N, 1)."""
-    tokens, order = a.shape[2], None
-    value = repeat_heads(value, a.shape[1] // value.shape[1])
-    if keep is not None:  # kept tokens in front, as their neighbours are counted
-        order = front_order(keep)
+    tokens = a.shape[2]
+    value = pad(repeat_heads(value, a.shape[1] // value.shape[1]), (0, 1), value=1.0)
+    if keep is not None:
         b = b.masked_fill(~keep[:, None, :, None], -math.inf)
         a, value = (fill_padding(x, keep) for x in (a, value))
-        a, b, value = (take_tokens(x, order) for x in (a, b, value))
     # exp(a_i + b_j), summed over the features, as a product of matrices whose entries are at most 1.
     top = b.detach().amax(dim=2, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
     a = a + top
     a, b = (a - a.detach().amax(dim=3, keepdim=True)).exp(), (b - top).exp()
-    size, reach = min(block_size, tokens), 1 if near == "window" else 0
-    if (2 * reach + 1) * size >= tokens:  # one tile, without the tokens before and after it
-        size, reach = tokens, 0
+    reach = 1 if near == "window" else 0
+    if (2 * reach + 1) * min(block_size, tokens) >= tokens:
+        far, of_near = _sums_in_one_tile(a, b, value, keep, near=near, block_size=block_size)
+    elif keep is None:
+        far, of_near = _sums_in_tiles(a, b, value, reach=reach, block_size=block_size)
+    else:  # kept tokens in front, as their neighbours are counted
+        order = front_order(keep)
+        a, b, value = (take_tokens(x, order) for x in (a, b, value))
+        back = order.argsort(dim=1)
+        sums = _sums_in_tiles(a, b, value, reach=reach, block_size=block_size)
+        far, of_near = (take_tokens(x, back) for x in sums)
+    total = far[..., -1:].clamp(min=SMALLEST_WEIGHT)
+    return far[..., :-1] / total, total.log() - of_near.clamp(min=SMALLEST_WEIGHT).log()
+
+
+def _sums_in_one_tile(
+    a: Tensor, b: Tensor, value: Tensor, keep: Tensor | None, *, near: Near, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Sums of weights times values (B, H, N, V) over what is far, and of weights (B, H, N, 1) over the neighbours."""
+    place = torch.arange(a.shape[2], device=a.device)[None] if keep is None else keep.cumsum(dim=1) - 1
+    if near == "blocks":
+        block = place // block_size
+        is_near = block[:, :, None] == block[:, None]
+    else:
+        is_near = _in_window(place[:, None] - place[:, :, None], block_size)
+    weights = a @ b.mT
+    return (
+        weights.masked_fill(is_near[:, None], 0.0) @ value,
+        weights.masked_fill(~is_near[:, None], 0.0).sum(dim=3, keepdim=True),
+    )
+
+
+def _sums_in_tiles(a: Tensor, b: Tensor, value: Tensor, *, reach: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """The same in linear time, for kept tokens in front; neighbours lie in `reach` tiles before and after a query's."""
+    tokens, size = a.shape[2], block_size
     tiles = (tokens + size - 1) // size
-    a, b, value = (pad(x, (0, 0, 0, tiles * size - tokens)) for x in (a, b, pad(value, (0, 1), value=1.0)))
+    a, b, value = (pad(x, (0, 0, 0, tiles * size - tokens)) for x in (a, b, value))
     a = torch.unflatten(a, 2, (tiles, size))  # (B, H, n, T, F)
 
     # What lies in other tiles than those of the neighbours: the tiles before them and those after them.
@@ -171,19 +201,18 @@ def _beyond_neighbors(
     span = (2 * reach + 1) * size
     b, value = (pad(x, (0, 0, reach * size, reach * size)).unfold(2, span, size) for x in (b, value))
     weights = a @ b  # (B, H, n, T, S)
-    if near == "window":
+    if reach:
         distance = torch.arange(span, device=a.device) - torch.arange(size, device=a.device)[:, None] - reach * size
-        right = block_size // 2
-        is_near = (distance <= right) & (distance > right - block_size)
+        is_near = _in_window(distance, block_size)
         far = far + weights.masked_fill(is_near, 0.0) @ value.mT
         weights = weights.masked_fill(~is_near, 0.0)
-    total, of_near = far[..., -1:].clamp(min=SMALLEST_WEIGHT), weights.sum(dim=4, keepdim=True)
-    ratio = total.log() - of_near.clamp(min=SMALLEST_WEIGHT).log()
-    found = [join_blocks(x, tokens) for x in (far[..., :-1] / total, ratio)]
-    if order is not None:
-        back = order.argsort(dim=1)
-        found = [take_tokens(x, back) for x in found]
-    return found[0], found[1]
+    return join_blocks(far, tokens), join_blocks(weights.sum(dim=4, keepdim=True), tokens)
+
+
+def _in_window(distance: Tensor, block_size: int) -> Tensor:
+    """Whether keys are in the window of a query that they follow by so many tokens."""
+    right = block_size // 2
+    return (distance <= right) & (distance > right - block_size)
 
 
 @in_full_precision
