@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lln.instruments import entropy, spectral_gap
 from lln.instruments.bias import bias
 from lln.instruments.inspect import most_tokens
-from lln.linearize.data import Batch, ExampleSource, Source, first_of
+from lln.linearize.data import Batch, ExampleSource, Source, autocast, first_of
 from lln.linearize.losses import attend, logits_loss
 from lln.linearize.teacher import Observation, converted_modules, is_classifier, make_teacher, observing
 from lln.mechanism import JoinedBranches, Mechanism
@@ -127,20 +127,24 @@ class Kept:
 
 
 @torch.no_grad()
-def label_scores(model: PreTrainedModel, source: ExampleSource, what: str, *, quiet: bool = False) -> dict[str, float]:
-    """The metrics of a classifier on the labels of all held-out examples."""
+def label_scores(
+    model: PreTrainedModel, source: ExampleSource, what: str, *, precision: str = "fp32", quiet: bool = False
+) -> dict[str, float]:
+    """The metrics of a classifier on the labels of all held-out examples, in the number format that it trained in."""
     logits, labels = [], []
     with Progress(what, source.held_out_examples, quiet=quiet) as bar:
         for batch in source.labelled():
             labels.append(batch.pop("labels"))
-            logits.append(model(**batch).logits.float())
+            with autocast(precision, batch):
+                found = model(**batch)
+            logits.append(found.logits.float())
             bar.advance(len(labels[-1]))
-    found, wanted = torch.cat(logits), torch.cat(labels)
-    if found.shape[1] == 1:
+    predicted, wanted = torch.cat(logits), torch.cat(labels)
+    if predicted.shape[1] == 1:
         names = ["spearman", "pearson"]
     else:
-        names = ["accuracy"] if found.shape[1] > 2 else ["accuracy", "f1", "matthews"]
-    return measure(names, found.numpy(), wanted.numpy())
+        names = ["accuracy"] if predicted.shape[1] > 2 else ["accuracy", "f1", "matthews"]
+    return measure(names, predicted.numpy(), wanted.numpy())
 
 
 def _exp(x: float) -> float:

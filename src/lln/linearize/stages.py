@@ -18,7 +18,6 @@ A step is a function of its number: data and chance depend on the seed, the stag
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, set_seed
 
 from lln.linearize.config import LinearizeConfig
-from lln.linearize.data import STAGES, Batch, Source
+from lln.linearize.data import STAGES, Batch, Source, autocast
 from lln.linearize.losses import hidden_loss, logits_loss, output_loss, weights_loss
 from lln.linearize.outputs import fit_outputs, fit_shares, output_layers, restore_outputs
 from lln.linearize.teacher import Observation, converted_modules, is_classifier, observing
@@ -149,8 +148,8 @@ class Linearizer:
 
     def _observed(self, batches: list[Batch], *, precisely: bool = True) -> dict[str, Observation]:
         """What the teacher's attentions see in some batches of the same shape; in float32, or as the teacher trains."""
-        autocast = nullcontext() if precisely else self._autocast(batches[0])
-        with observing(self.teacher) as found, torch.no_grad(), autocast:
+        precision = "fp32" if precisely else self.config.precision
+        with observing(self.teacher) as found, torch.no_grad(), autocast(precision, batches[0]):
             for batch in batches:
                 self.teacher(**batch)
         return {name: _joined(seen) for name, seen in found.items()}
@@ -177,9 +176,9 @@ class Linearizer:
 
     def _distil(self, batch: Batch, step: int) -> Tensor:
         options: dict[str, Any] = {} if self.is_language_model else {"output_hidden_states": True}
-        with torch.no_grad(), self._autocast(batch):
+        with torch.no_grad(), autocast(self.config.precision, batch):
             wanted = self.teacher(**batch, **options)
-        with self._autocast(batch):
+        with autocast(self.config.precision, batch):
             found = self.student(**batch, **options)
         if self.is_language_model:
             return logits_loss(found.logits, wanted.logits)
@@ -187,15 +186,11 @@ class Linearizer:
         loss = hidden_loss(found.hidden_states, wanted.hidden_states, None if mask is None else mask.bool())
         return loss + logits_loss(found.logits, wanted.logits) if self.is_classifier else loss
 
-    def _autocast(self, batch: Batch) -> AbstractContextManager[Any]:
-        if self.config.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(next(iter(batch.values())).device.type, dtype=torch.bfloat16)
-
 
 def calibrate_heads(mechanism: LLNAttention, seen: Observation, rows: Tensor) -> None:
     """Centres, projection and spread of every head of one layer."""
     assert mechanism.features is not None
+    few = seen.first(max(1, len(seen.query) // 4))  # enough to compare spreads; centres are of all samples
     best = torch.full((mechanism.num_heads,), math.inf)
     chosen = torch.ones(mechanism.num_heads)
     query, key = seen.query, seen.key
@@ -204,9 +199,9 @@ def calibrate_heads(mechanism: LLNAttention, seen: Observation, rows: Tensor) ->
     for spread in SPREADS:
         mechanism.features.calibrate(query, key, matching=mechanism.matching, spread=spread)
         with torch.no_grad():
-            features = mechanism.log_features(seen.query, seen.key)
+            features = mechanism.log_features(few.query, few.key)
             assert features is not None
-            loss = weights_loss(features, seen, rows)
+            loss = weights_loss(features, few, rows)
         chosen = torch.where(loss < best, spread, chosen)
         best = torch.minimum(loss, best)
     mechanism.features.calibrate(query, key, matching=mechanism.matching, spread=chosen)

@@ -22,6 +22,12 @@ class Observation(NamedTuple):
     is_causal: bool
     output: Tensor  # (B, H, N, V)
 
+    def first(self, samples: int) -> "Observation":
+        """That of the first samples."""
+        keep = None if self.keep is None else self.keep[:samples]
+        query, key, value, output = (x[:samples] for x in (self.query, self.key, self.value, self.output))
+        return Observation(query, key, value, keep, self.is_causal, output)
+
 
 class ObservedSoftmax(Softmax):
     """Softmax attention that hands its inputs and output to whoever observes it."""
