@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrain
 
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.linear import Linearized, check_model, linearize
+from lln.linearize.transfer import read_versions
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.folder import require
 from lln.tasks.data.glue import read_glue
@@ -31,6 +32,7 @@ def run(
     pairs: Path | None = None,
     task: str | None = None,
     hold_out: bool = False,
+    like: Path | None = None,
     data_dir: Path | None = None,
     quiet: bool = False,
     warn: Callable[[str], None] = print,
@@ -42,6 +44,8 @@ def run(
         raise ValueError(
             "--hold-out, --examples and --eval-examples are of the examples of a --task; name it, or leave them out"
         )
+    versions = None if like is None else read_versions(like)
+    was_like = {} if like is None else {"like": str(like)}
     is_vision = getattr(network, "main_input_name", "") == "pixel_values"
     if is_vision:
         if pairs is not None or task is not None:
@@ -53,9 +57,10 @@ def run(
             network,
             processor,
             read_images(images, processor),
+            like=versions,
             out=out,
             config=config,
-            origin={"model": model, "images": str(images)},
+            origin={"model": model, "images": str(images)} | was_like,
             quiet=quiet,
         )
     if images is not None:
@@ -71,9 +76,10 @@ def run(
             rows,
             held_out=None if hold_out else read_glue(task, "validation", find_data(data_dir)),
             pairs=None if pairs is None else read_pairs(pairs),
+            like=versions,
             out=out,
             config=config,
-            origin={"model": model, "task": task},
+            origin={"model": model, "task": task} | was_like,
             quiet=quiet,
         )
     source = str(text) if text is not None else default_source(find_data(data_dir))
@@ -89,9 +95,10 @@ def run(
         documents,
         held_out=held_out or None,
         pairs=None if pairs is None else read_pairs(pairs),
+        like=versions,
         out=out,
         config=config,
-        origin={"model": model, "text": source},
+        origin={"model": model, "text": source} | was_like,
         quiet=quiet,
     )
 

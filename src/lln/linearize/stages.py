@@ -68,9 +68,17 @@ class Linearizer:
     """A student that is made to imitate a teacher, stage by stage."""
 
     def __init__(
-        self, student: PreTrainedModel, teacher: PreTrainedModel, source: Source, config: LinearizeConfig
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        source: Source,
+        config: LinearizeConfig,
+        *,
+        is_calibrated: bool = False,
     ) -> None:
+        """`is_calibrated`: the student's mechanisms are those of another linear model, and stay as they are."""
         self.student, self.teacher, self.source, self.config = student, teacher, source, config
+        self.is_calibrated = is_calibrated
         modules = converted_modules(student)
         self.mechanisms: dict[str, Mechanism] = {name: module.mechanism for name, module in modules.items()}
         self.is_language_model = getattr(student, "lm_head", None) is not None and any(
@@ -230,6 +238,8 @@ def train(
         run.cut(done)
         run.note_continued(done)
         run.print(f"Continuing {run.path} from step {done} of {total}.")
+    elif work.is_calibrated:
+        run.save_checkpoint(0, {"model.safetensors": weights(work.student)}, keep=2)
     else:
         display = Display("calibrate", len(work.mechanisms), 0, quiet=quiet)
         layers = iter(range(1, len(work.mechanisms) + 1))
@@ -239,8 +249,8 @@ def train(
             display.close()
         run.save_checkpoint(0, {"model.safetensors": weights(work.student)}, keep=2)
     if done == 0:
-        after_stage("calibrate")
-        if stages:
+        after_stage("transfer" if work.is_calibrated else "calibrate")
+        if stages and not work.is_calibrated:
             work.begin()
     first = 0
     for stage in stages:
