@@ -1,4 +1,4 @@
-"""A fine-tuned model that begins with what made the model linear that it was fine-tuned from: `lln linearize --like`."""
+"""A fine-tuned model that begins with what made the one linear that it comes from: `lln linearize --like`."""
 
 import copy
 
@@ -83,8 +83,8 @@ def test_only_distillation_follows_and_a_stopped_run_ends_with_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
         run(tuned, tokenizer, texts, **options, out=tmp_path / "stopped")
     monkeypatch.undo()
+    other = run(base, tokenizer, texts, quick(seed=1)).model
     with pytest.raises(ValueError, match="linear_digest"):
-        other = run(base, tokenizer, texts, quick(seed=1)).model
         run(tuned, tokenizer, texts, options["config"], like=(other, base), out=tmp_path / "stopped")
     again = run(tuned, tokenizer, texts, **options, out=tmp_path / "stopped").model.state_dict()
     assert all(torch.equal(x, again[name]) for name, x in whole.model.state_dict().items())
