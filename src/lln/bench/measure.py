@@ -47,7 +47,7 @@ class Timing:
 def time_in_turns(
     candidates: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, at_least: int = 3, at_most: int = 200
 ) -> dict[str, Timing]:
-    """The time of each candidate over rounds in which each has its turn, after a call that is not counted.
+    """The time of each candidate over rounds in which each is called, after a call that is not counted.
 
     Rounds go on until they have taken `seconds` together, but at least and at most so often; a candidate that takes
     longer than that by itself runs twice.
