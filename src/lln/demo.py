@@ -19,6 +19,7 @@ from lln.instruments import entropy, lognormality, spectral_gap
 from lln.provenance import provenance
 from lln.report.plot import BLACK, BLUE, DPI, GREEN, ORANGE, PURPLE, SKY, CurveStyle, panels, style
 from lln.report.speed import short
+from lln.report.speed_pictures import draw_curves
 from lln.report.table import Table
 from lln.results import Result, Row, add_result
 
@@ -112,16 +113,8 @@ def draw_costs(rows: Sequence[Row], path: Path) -> None:
     footer = f"B = 1, H = {BENCH_HEADS}, D = {HEAD_DIM}, float32, one thread, medians of interleaved runs  ·  lln demo"
     with style():
         figure, axes = panels(footer, "Time and memory from 256 to 16,384 tokens", 2, size=(9.0, 4.2))
-        for name, curve in COSTS.items():
-            chosen = [row for row in rows if row["mechanism"] == name]
-            tokens = [row["tokens"] for row in chosen]
-            curve.plot(axes[0], tokens, [row["milliseconds"] for row in chosen])
-            curve.plot(axes[1], tokens, [row["peak_bytes"] / 2**20 for row in chosen])
-        axes[0].set(xlabel="tokens", ylabel="forward time [ms]", xscale="log", yscale="log")
-        axes[1].set(xlabel="tokens", ylabel="peak memory beyond the inputs [MiB]", xscale="log", yscale="log")
-        for panel in axes:
-            panel.set_xticks([256, 1024, 4096, 16384], ["256", "1k", "4k", "16k"])
-            panel.minorticks_off()
+        draw_curves(axes[0], rows, COSTS, "milliseconds", ylabel="forward time [ms]")
+        draw_curves(axes[1], rows, COSTS, "peak_bytes", ylabel="peak memory beyond the inputs [MiB]", unit=2**20)
         _save(figure, path)
 
 
