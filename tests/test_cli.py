@@ -1,6 +1,7 @@
 """The command as its user meets it: good input, bad input, and an interrupt."""
 
 import errno
+import inspect
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import lln.demo
@@ -208,6 +210,27 @@ def test_version_and_json(tmp_path):
     shown = run("show", "table3", "--json", "--results", str(RESULTS), "--out", str(tmp_path)).stdout
     (table,) = [json.loads(line) for line in shown.splitlines()]
     assert table["title"] == "Table 3: ViT on Dogs vs Cats"
+
+
+def verbs(command, name=()):
+    """Every verb with its name; groups have others below them."""
+    below = getattr(command, "commands", None)
+    return {name: command} if below is None else {k: v for x in below for k, v in verbs(below[x], (*name, x)).items()}
+
+
+def test_every_verb_that_prints_tables_takes_json():
+    found = verbs(typer.main.get_command(cli.app))
+    sources = {name: inspect.getsource(inspect.unwrap(verb.callback)) for name, verb in found.items()}
+    printing = {name for name, source in sources.items() if re.search(r"print_tables?\(|finish\(", source)}
+    assert {("show",), ("zoo",), ("bench", "growth")} <= printing
+    assert [name for name in printing if "json" not in {x.name for x in found[name].params}] == []
+
+
+def test_every_verb_with_a_mechanism_takes_its_options():
+    for name, verb in verbs(typer.main.get_command(cli.app)).items():
+        flags = {flag for x in verb.params for flag in x.opts}
+        if flags & {"--attention", "--mechanisms"}:
+            assert "--option" in flags, name
 
 
 def copied_docs(folder):

@@ -76,7 +76,7 @@ def test_softmax_with_padding_holds_no_matrix(is_causal: bool) -> None:
 
 
 def test_growth_prints_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lln.bench.growth.peak_memory", lambda name, *, tokens, heads, head_dim: tokens * 2**20)
+    monkeypatch.setattr("lln.bench.growth.peak_memory", lambda name, *, tokens, **_: tokens * 2**20)
     threads = torch.get_num_threads()
     sizes = ["--short", "128", "--long", "256", "--repeats", "1"]
     done = CliRunner().invoke(cli.app, ["bench", "growth", "--mechanisms", "elu,linformer", *sizes, "--json"])
@@ -84,7 +84,8 @@ def test_growth_prints_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table = json.loads(done.stdout)
     assert [row[0] for row in table["rows"]] == ["elu", "linformer"]
     assert table["rows"][1][3:] == ["", "", "128.0 → 256.0", "2.00"]  # it has no causal form
-    assert "no mechanism" in CliRunner().invoke(cli.app, ["bench", "growth", "--mechanisms", "elu,x"]).stderr
+    for mistake, message in ((["elu,x"], "no mechanism"), (["elu", "--option", "block_size=8"], "block_size")):
+        assert message in CliRunner().invoke(cli.app, ["bench", "growth", "--mechanisms", *mistake]).stderr
 
 
 def test_the_measurement_detects_what_is_not_linear() -> None:

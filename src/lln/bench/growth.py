@@ -6,34 +6,43 @@ forward pass in a process of its own, without a causal mask.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from lln.bench.measure import peak_memory
 from lln.mechanism import Mechanism
-from lln.zoo.registry import build, describe
+from lln.zoo.registry import build, check_shared_options, describe, options_of
 
 HEADS, HEAD_DIM = 2, 64
 COLUMNS = ("name", "time, ms", "growth", "causal time, ms", "growth", "memory, MB", "growth")
 
 
-def compare_growth(mechanisms: Sequence[str], *, short: int, long: int, repeats: int) -> Iterator[list[str]]:
-    """The cells of each mechanism, in the order of `COLUMNS`, measured on one thread."""
+def compare_growth(
+    mechanisms: Sequence[str], options: Mapping[str, Any], *, short: int, long: int, repeats: int
+) -> Iterator[list[str]]:
+    """The cells of each mechanism, in the order of `COLUMNS`, measured on one thread.
+
+    Each mechanism gets those of the `options` that it has.
+    """
+    check_shared_options(mechanisms, options)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield from (measure(name, short=short, long=long, repeats=repeats) for name in mechanisms)
+        for name in mechanisms:
+            yield measure(name, options_of(name, options), short=short, long=long, repeats=repeats)
     finally:
         torch.set_num_threads(threads)
 
 
-def measure(name: str, *, short: int, long: int, repeats: int) -> list[str]:
+def measure(name: str, options: Mapping[str, Any], *, short: int, long: int, repeats: int) -> list[str]:
     """The cells of one mechanism: times, causal times and memory at both lengths, and their ratios."""
-    attention = build(name, num_heads=HEADS, head_dim=HEAD_DIM, max_len=long).eval()
+    attention = build(name, num_heads=HEADS, head_dim=HEAD_DIM, max_len=long, **options).eval()
     times = shortest_times(attention, (short, long), repeats, is_causal=False)
     causal = shortest_times(attention, (short, long), repeats, is_causal=True) if describe(name).causal else None
-    memory = [peak_memory(name, tokens=n, heads=HEADS, head_dim=HEAD_DIM) / 2**20 for n in (short, long)]
+    sizes = {"heads": HEADS, "head_dim": HEAD_DIM}
+    memory = [peak_memory(name, tokens=n, options=options, **sizes) / 2**20 for n in (short, long)]
     return [name, *_growth(times), *(("", "") if causal is None else _growth(causal)), *_growth(memory)]
 
 

@@ -14,12 +14,14 @@ from lln.cli.measurements import (
     Lengths,
     Out,
     OutAgain,
+    SharedOptions,
     finish,
     measure_rows,
     start_recording,
     warn_of_noise,
 )
 from lln.cli.options import Json, Seed, names, numbers
+from lln.tasks.config import parse_options
 from lln.terminal import Progress, print_table, print_tables
 
 
@@ -185,6 +187,7 @@ def growth(
     short: Annotated[int, typer.Option(min=1, help="Tokens of the shorter input.")] = 4096,
     long: Annotated[int, typer.Option(min=1, help="Tokens of the longer input.")] = 16384,
     repeats: Annotated[int, typer.Option(min=1, help="Forward passes at least.")] = 7,
+    option: SharedOptions = [],  # noqa: B006
     json: Json = False,
 ) -> None:
     """How time and memory of the linear mechanisms of `lln zoo` grow with the number of tokens, on one thread."""
@@ -194,11 +197,9 @@ def growth(
     from lln.zoo import names as mechanism_names
 
     chosen = names("--mechanisms", mechanisms, [name for name in mechanism_names() if describe(name).linear])
-    for name in chosen:
-        describe(name)  # refuses a name that does not exist before anything is measured
     rows = []
     with Progress("growth", len(chosen)) as bar:
-        for row in compare_growth(chosen, short=short, long=long, repeats=repeats):
+        for row in compare_growth(chosen, parse_options(option), short=short, long=long, repeats=repeats):
             rows.append(row)
             bar.advance()
     print_table(Table(f"Growth from {short:,} to {long:,} tokens", COLUMNS, rows), as_json=json)
