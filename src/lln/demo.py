@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lln.bench.attention import compare_attention
+from lln.bench.candidates import Setting
 from lln.functional import attention_matrix
 from lln.instruments import entropy, lognormality, spectral_gap
 from lln.provenance import provenance
@@ -85,9 +86,7 @@ def cost_rows(seed: int) -> Iterator[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield from compare_attention(
-            LENGTHS, tuple(COSTS), heads=BENCH_HEADS, head_dim=HEAD_DIM, seconds=0.4, seed=seed
-        )
+        yield from compare_attention(LENGTHS, tuple(COSTS), Setting(BENCH_HEADS, HEAD_DIM), seconds=0.4, seed=seed)
     finally:
         torch.set_num_threads(threads)
 
