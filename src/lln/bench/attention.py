@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -13,12 +12,11 @@ from lln.bench.candidates import MECHANISMS, CannotRunError, Setting
 from lln.bench.measure import free_bytes, predict, time_in_turns
 from lln.bench.new_process import in_new_process
 from lln.bench.peak import SMALL, Call, peak_of_call
+from lln.results import Row
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "forward+backward")
 FREE_SHARE = 0.8  # of the free memory that matrices may take
-
-Row = dict[str, Any]
 
 
 def compare_attention(
