@@ -49,7 +49,7 @@ lint: $(READY)  ## check format, style and types
 sanitize: $(READY)  ## run the C code under the address and undefined-behaviour sanitizers of gcc
 	$(BIN)/python tests/sanitize/run.py
 
-format: $(READY)  ## put the code into the format that lint asks for
+format: $(READY)  ## put the code into the format that lint checks
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(C_FILES)

@@ -23,7 +23,7 @@ OLDEST_GLIBC = (2, 17)  # what manylinux tags begin with
 
 
 class CompiledWheel(BuildHookInterface):
-    """Compiles the flavours of `flavours.py` and sets the tag that their symbols of glibc ask for."""
+    """Compiles the flavours of `flavours.py` and sets the tag that their symbols of glibc need."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel" or version == "editable":

@@ -211,3 +211,17 @@ def assert_kernel(module, query, key, value, kernel, *, is_causal, padded):
         kernel = kernel.tril()
     expected = kernel @ value / kernel.sum(dim=-1, keepdim=True)
     torch.testing.assert_close(module(query, key, value, is_causal=is_causal, key_padding_mask=keep), expected)
+
+
+def random_transformer(family, head, settings, *, factor):
+    """A random model of transformers with weights `factor` times as large as by default, so that attention matters."""
+    import transformers
+
+    torch.manual_seed(settings.get("seed", 0))
+    config = transformers.AutoConfig.for_model(family, **{name: x for name, x in settings.items() if name != "seed"})
+    model = getattr(transformers, f"Auto{head}").from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(factor)
+    return model.eval()

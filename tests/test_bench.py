@@ -21,7 +21,7 @@ from lln.cli.bench import app
 from lln.report.speed import attention_tables
 from lln.results import Result, read_results
 
-SMALL = {"heads": 1, "head_dim": 8, "seconds": 0.01}
+SMALL = {"setting": Setting(1, 8), "seconds": 0.01}
 
 
 def run(*arguments):
@@ -165,7 +165,8 @@ def test_what_is_too_slow_too_large_or_impossible_is_left_out_with_a_reason(monk
         {"pass": "forward", "tokens": n, "mechanism": "softmax", "milliseconds": float(n * n), "peak_bytes": 1}
         for n in (8, 16)
     ]
-    rows = list(attention.compare_attention((128,), names, causal=True, max_seconds=10, done=done, **SMALL))
+    causal = SMALL | {"setting": Setting(1, 8, causal=True)}
+    rows = list(attention.compare_attention((128,), names, max_seconds=10, done=done, **causal))
     softmax, explicit, nystrom = (row["skipped"] for row in rows)
     assert softmax == "a call would take about 16 s, over the limit of 10 s"
     assert rows[0]["predicted_milliseconds"] == pytest.approx(128**2)

@@ -10,6 +10,8 @@ import torch
 import lln.backends
 import lln.distributed
 import lln.instruments
+import lln.paper
+import lln.report.page
 import lln.results
 import lln.zoo
 
@@ -25,7 +27,7 @@ FUNCTIONS = [
 ]
 FUNCTIONS += [
     x
-    for place in (lln.results, lln.results.Result, lln.backends.Backend, lln.LLNState)
+    for place in (lln.paper, lln.report.page, lln.results, lln.results.Result, lln.backends.Backend, lln.LLNState)
     for name, x in inspect.getmembers(place, inspect.isroutine)
     if not name.startswith("_") and x.__module__ == (place.__name__ if inspect.ismodule(place) else place.__module__)
 ]

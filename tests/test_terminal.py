@@ -34,7 +34,7 @@ def test_a_table_in_a_pipe_is_not_folded(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_where_there_is_no_terminal_progress_is_silent_and_results_are_said(capsys, quiet):
+def test_where_there_is_no_terminal_progress_is_silent_and_results_are_printed(capsys, quiet):
     with Progress("tokenising", 3, quiet=quiet) as bar:
         bar.advance()
         bar.update(3, "almost")

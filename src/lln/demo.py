@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lln.bench.attention import compare_attention
+from lln.bench.candidates import Setting
 from lln.functional import attention_matrix
 from lln.instruments import entropy, lognormality, spectral_gap
 from lln.provenance import provenance
 from lln.report.plot import BLACK, BLUE, DPI, GREEN, ORANGE, PURPLE, SKY, CurveStyle, panels, style
 from lln.report.speed import short
+from lln.report.speed_pictures import draw_curves
 from lln.report.table import Table
 from lln.results import Result, Row, add_result
 
@@ -84,9 +86,7 @@ def cost_rows(seed: int) -> Iterator[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield from compare_attention(
-            LENGTHS, tuple(COSTS), heads=BENCH_HEADS, head_dim=HEAD_DIM, seconds=0.4, seed=seed
-        )
+        yield from compare_attention(LENGTHS, tuple(COSTS), Setting(BENCH_HEADS, HEAD_DIM), seconds=0.4, seed=seed)
     finally:
         torch.set_num_threads(threads)
 
@@ -112,16 +112,8 @@ def draw_costs(rows: Sequence[Row], path: Path) -> None:
     footer = f"B = 1, H = {BENCH_HEADS}, D = {HEAD_DIM}, float32, one thread, medians of interleaved runs  ·  lln demo"
     with style():
         figure, axes = panels(footer, "Time and memory from 256 to 16,384 tokens", 2, size=(9.0, 4.2))
-        for name, curve in COSTS.items():
-            chosen = [row for row in rows if row["mechanism"] == name]
-            tokens = [row["tokens"] for row in chosen]
-            curve.plot(axes[0], tokens, [row["milliseconds"] for row in chosen])
-            curve.plot(axes[1], tokens, [row["peak_bytes"] / 2**20 for row in chosen])
-        axes[0].set(xlabel="tokens", ylabel="forward time [ms]", xscale="log", yscale="log")
-        axes[1].set(xlabel="tokens", ylabel="peak memory beyond the inputs [MiB]", xscale="log", yscale="log")
-        for panel in axes:
-            panel.set_xticks([256, 1024, 4096, 16384], ["256", "1k", "4k", "16k"])
-            panel.minorticks_off()
+        draw_curves(axes[0], rows, COSTS, "milliseconds", ylabel="forward time [ms]")
+        draw_curves(axes[1], rows, COSTS, "peak_bytes", ylabel="peak memory beyond the inputs [MiB]", unit=2**20)
         _save(figure, path)
 
 

@@ -46,7 +46,7 @@ def read_padding(mask: Tensor | None, like: Tensor, *, name: str = "key_padding_
     return mask
 
 
-def _wanted(like: Tensor) -> str:  # put into words only when needed: words make a compiler fix the sizes
+def _wanted(like: Tensor) -> str:  # made only when needed: text makes torch.compile fix the sizes
     batch, tokens = like.shape[0], like.shape[2]
     return f"a bool tensor ({batch}, {tokens}) with True = keep, or an integer tensor ({batch},) of lengths"
 

@@ -107,7 +107,7 @@ class JoinedBranches(nn.Module):
     - `combine="ratio"`: a learned share r of LLN for each head and 1 - r of the blocks;
     - `combine="gate"`: such a share for each query, sigmoid(g . q_i + c + ln(far / near)_i) with g and c of each head,
       from g = 0. Near is the sum of softmax attention's weights before they are normalised over the neighbours, far the
-      sum of the weights that keys have for all queries alike over the other tokens that the query may see, or else
+      sum of the weights that keys have for all queries alike over the other tokens that the query attends to, or else
       their number: `lln.neighbors`. Where nothing is far, the output is that of softmax attention;
     - `combine="replace"`: as a gate, with LLN attention to the far tokens alone, so that no token counts twice. In the
       place of ln(far / near) is its mean, with weights that each head learns, with the ratio that LLN attention itself

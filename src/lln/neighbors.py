@@ -1,4 +1,4 @@
-"""How much of softmax attention lies among the neighbours of a token, and how much further away.
+"""How much of softmax attention is among the neighbours of a token, and how much further away.
 
 With scores s_ij = q_i . k_j / sqrt(D) and log-weights w_j of the keys, which all queries share,
 
@@ -58,7 +58,7 @@ def near_with_mass_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention among neighbours (B, H, N, V), and ln(far / near) of each query, (B, H, N).
 
-    The ratio is -inf where all that a query may see is near; of a token that is not kept it means nothing.
+    The ratio is -inf where all that a query may attend to is near; of a token that is not kept it means nothing.
 
     Args:
         query, key, value: (B, H, N, D), (B, H_k, N, D) and (B, H_k, N, V).
@@ -248,7 +248,7 @@ def log_far_mass(
     is_causal: bool,
     past: Past | None = None,
 ) -> Tensor:
-    """ln of the sum of exp(weight) over the tokens that each query may see and that are not near, (B, H, N).
+    """ln of the sum of exp(weight) over the tokens that each query may attend to and that are not near, (B, H, N).
 
     Sums run over all tokens before the neighbours and over all after them, in float64, in which weights may differ by
     700: so no sum is the small difference of two large ones.
@@ -257,7 +257,7 @@ def log_far_mass(
         weight: (B, H, N).
         keep: (B, N) bool; what a token that is not kept gets means nothing.
         near, block_size: which tokens are near, see `lln.block_diagonal_attention`.
-        is_causal: tokens see only those before them.
+        is_causal: tokens attend only to those before them.
         past: tokens before the first one, for causal attention.
 
     Returns:

@@ -25,8 +25,8 @@ def provenance(*, seed: int, command: str) -> dict[str, Any]:
     }
 
 
-def read_json(path: Path, remedy: str, *, kind: type = dict) -> Any:
-    """The object, or other `kind` of content, of a JSON file that was written here.
+def read_json(path: Path, remedy: str) -> Any:
+    """The object of a JSON file that was written here.
 
     Raises:
         ValueError: if the file is damaged; the message names the file and what to do, which is `remedy`.
@@ -35,8 +35,8 @@ def read_json(path: Path, remedy: str, *, kind: type = dict) -> Any:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also bytes that are not UTF-8
         raise ValueError(f"{path} is damaged: {error}; {remedy}") from error
-    if not isinstance(content, kind):
-        raise ValueError(f"{path} is damaged: expected a {kind.__name__}, got {content!r:.80}; {remedy}")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: expected a dict, got {content!r:.80}; {remedy}")
     return content
 
 

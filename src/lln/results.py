@@ -327,7 +327,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def check_writable(path: Path, option: str = "--out") -> None:
-    """Find out before work begins whether a result can be written to the file `path`; its folder is made.
+    """Check before work begins that a result can be written to the file `path`; its folder is made.
 
     Args:
         path: the file.

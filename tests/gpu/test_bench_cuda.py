@@ -50,10 +50,9 @@ def fla(monkeypatch):
 
 
 def rows_of(**options):
-    found = attention.compare_attention(
-        (70,), candidates.GPU_MECHANISMS, passes=attention.PASSES, seconds=0.01, device="cuda", **options
-    )
-    return list(found)
+    setting = candidates.Setting(device="cuda", **options)
+    names = candidates.GPU_MECHANISMS
+    return list(attention.compare_attention((70,), names, setting, passes=attention.PASSES, seconds=0.01))
 
 
 def test_every_mechanism_of_a_gpu_is_measured(gpu, fla, monkeypatch):

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from helpers import random_transformer
+
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
@@ -83,14 +85,7 @@ def make():
 
     def build(family, head="Model", **settings):
         settings = SIZES | EXTRA.get(family, {}) | settings
-        torch.manual_seed(settings.pop("seed", 0))
-        config = transformers.AutoConfig.for_model(family, **settings)
-        model = getattr(transformers, f"Auto{head}").from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(4.0)
-        return model.eval()
+        return random_transformer(family, head, settings, factor=4.0)
 
     return build
 

@@ -146,13 +146,13 @@ def test_by_name(make, batch, tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["flash", "elu"])
-def test_other_mechanisms_are_said_not_to_be_read(attention, make, batch, tmp_path):
+def test_other_mechanisms_are_reported_as_not_read(attention, make, batch, tmp_path):
     model = lln.hf.convert(make("bert"), attention)
     with pytest.warns(UserWarning, match=f"'{attention}' is neither softmax nor"):
         assert record_with_inputs(model, batch(), tmp_path / "r.jsonl")[0] == []
 
 
-def test_a_state_is_said_not_to_be_read(make, batch, tmp_path):
+def test_a_state_is_reported_as_not_read(make, batch, tmp_path):
     model, inputs = lln.hf.convert(make("llama", "ModelForCausalLM")), batch("left")
     with Recorder(model, tmp_path / "r.jsonl", every=1, max_overhead=None) as recorder, torch.no_grad():
         output = model(**inputs)

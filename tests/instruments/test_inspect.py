@@ -120,7 +120,7 @@ def test_models_that_cannot_be_read_are_refused_with_a_reason() -> None:
             inspect_model(name, TEXT, tokens=20)
 
 
-def test_shared_layers_are_said() -> None:
+def test_shared_layers_are_reported() -> None:
     records = inspect_model("albert", TEXT, tokens=20)
     assert len(records) == 4
     assert "layers share their attention, which is called 4 times" in records[0]["note"]

@@ -208,7 +208,7 @@ def test_refusals(tmp_path: Path) -> None:
             Recorder(module, tmp_path / "r.jsonl", **settings)  # type: ignore[arg-type]
 
 
-def test_unknown_hugging_face_attention_is_said(tmp_path: Path) -> None:
+def test_unknown_hugging_face_attention_is_reported(tmp_path: Path) -> None:
     def values_alone(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:
         return value.transpose(1, 2), None
 
@@ -232,7 +232,7 @@ def test_hugging_face_attention_that_declares_its_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["softcap", "position_bias", "s_aux"])
-def test_hugging_face_attention_that_asks_for_more_is_not_recorded(name: str, tmp_path: Path) -> None:
+def test_hugging_face_attention_that_needs_more_is_not_recorded(name: str, tmp_path: Path) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def values_alone(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:

@@ -1,7 +1,8 @@
 import random
 
 import pytest
-import torch
+
+from helpers import random_transformer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -56,14 +57,7 @@ def make():
     """A tiny random model whose attention matters."""
 
     def build(family, head="Model", **settings):
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(family, **SIZES | settings)
-        model = getattr(transformers, f"Auto{head}").from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(12.0)
-        return model.eval()
+        return random_transformer(family, head, SIZES | settings, factor=12.0)
 
     return build
 

@@ -129,7 +129,7 @@ def test_matched_entropy_is_that_of_softmax(score_variance: float) -> None:
 def test_figure_5_has_what_the_instruments_and_the_theory_give(tables) -> None:
     for row in tables["figure5"][30:35]:  # one input variance of each curve
         scaled = [inputs(float(row["input_variance"]) ** 0.5, draw) for draw in range(figure5.DRAWS)]
-        fits = [instruments.lognormality(lln.attention_matrix(*x, **figure5.options(row["curve"]))) for x in scaled]
+        fits = [instruments.lognormality(lln.attention_matrix(*x, **figure5.OPTIONS[row["curve"]])) for x in scaled]
         assert float(row["log_variance"]) == pytest.approx(sum(f.variance.item() for f in fits) / len(fits), rel=1e-8)
         assert float(row["log_mean"]) == pytest.approx(sum(f.mean.item() for f in fits) / len(fits), rel=1e-8)
         if row["curve"] == "softmax":
@@ -143,7 +143,7 @@ def test_figure_5_has_what_the_instruments_and_the_theory_give(tables) -> None:
 def test_figure_5b_at_the_papers_size() -> None:
     """Before matching LLN varies far less than softmax; after, as much."""
     query, key = plot.gaussian_inputs(plot.Setup("figure5", 64, 1024, 0, None))
-    found = {c: lln.attention_matrix(query, key, **figure5.options(c)).log().var().item() for c in figure7.SHOWN}
+    found = {c: lln.attention_matrix(query, key, **figure5.OPTIONS[c]).log().var().item() for c in figure7.SHOWN}
     assert found["lln_variance"] == pytest.approx(found["softmax"], rel=0.05)
     assert found["lln_unmatched"] < 0.1 * found["softmax"]
 
@@ -172,7 +172,7 @@ def test_figure_7_has_densities_and_what_the_instruments_give(tables) -> None:
         widths = [float(row["right"]) - float(row["left"]) for row in mine]
         inside = sum(float(row["density"]) * width for row, width in zip(mine, widths, strict=True))
         assert 0.99 < inside <= 1 + 1e-9
-        fit = instruments.lognormality(lln.attention_matrix(query, key, **figure5.options(curve)))
+        fit = instruments.lognormality(lln.attention_matrix(query, key, **figure5.OPTIONS[curve]))
         for name in ("skewness", "excess_kurtosis", "ks_distance"):
             assert float(mine[0][name]) == pytest.approx(getattr(fit, name).item(), abs=1e-8)
         assert float(mine[0]["log_mean"]) == pytest.approx(fit.mean.item(), rel=1e-8)

@@ -41,7 +41,7 @@ def test_all_methods_of_a_model_have_the_same_budget(models, tmp_path):
         ),
     ],
 )
-def test_what_is_missing_is_said_before_anything_runs(models, tmp_path, monkeypatch, arguments, message):
+def test_what_is_missing_is_reported_before_anything_runs(models, tmp_path, monkeypatch, arguments, message):
     monkeypatch.delenv("LLN_DATA", raising=False)
     given = [x.format(models=models) for x in arguments]
     places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]

@@ -33,7 +33,7 @@ class Endless:
 ENDLESS: list[Endless] = []
 
 
-def test_a_stop_asks_every_job_once_and_waits_for_it(monkeypatch, tmp_path):
+def test_a_stop_signals_every_job_once_and_waits_for_it(monkeypatch, tmp_path):
     ENDLESS.clear()
     monkeypatch.setattr(subprocess, "Popen", Endless)
     monkeypatch.setattr(schedule.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))

@@ -1,5 +1,6 @@
 """Time and memory of every mechanism of the zoo that is linear, by counts: they grow with the number of tokens."""
 
+import json
 from itertools import accumulate
 
 import pytest
@@ -8,9 +9,10 @@ from mechanisms import CAUSAL, DIM, LINEAR, make, run, tokens
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
 import lln.zoo
-from lln.bench.growth import main as growth
+from lln import cli
 from lln.matching.moments import CHUNK_TOKENS
 
 
@@ -73,15 +75,17 @@ def test_softmax_with_padding_holds_no_matrix(is_causal: bool) -> None:
     assert bytes_4k <= 4.6 * bytes_1k
 
 
-def test_growth_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lln.bench.growth.peak_memory", lambda name, *, tokens, heads, head_dim: tokens * 2**20)
+def test_growth_prints_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lln.bench.growth.peak_memory", lambda name, *, tokens, **_: tokens * 2**20)
     threads = torch.get_num_threads()
-    growth(["elu", "linformer", "--short", "128", "--long", "256", "--repeats", "1"])
-    torch.set_num_threads(threads)
-    header, _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split("|")[1].strip() for row in rows] == ["`elu`", "`linformer`"]
-    assert all(row.count("|") == header.count("|") for row in rows)
-    assert all(row.endswith("| 128.0 → 256.0 | 2.00 |") for row in rows)
+    sizes = ["--short", "128", "--long", "256", "--repeats", "1"]
+    done = CliRunner().invoke(cli.app, ["bench", "growth", "--mechanisms", "elu,linformer", *sizes, "--json"])
+    assert torch.get_num_threads() == threads
+    table = json.loads(done.stdout)
+    assert [row[0] for row in table["rows"]] == ["elu", "linformer"]
+    assert table["rows"][1][3:] == ["", "", "128.0 → 256.0", "2.00"]  # it has no causal form
+    for mistake, message in ((["elu,x"], "no mechanism"), (["elu", "--option", "block_size=8"], "block_size")):
+        assert message in CliRunner().invoke(cli.app, ["bench", "growth", "--mechanisms", *mistake]).stderr
 
 
 def test_the_measurement_detects_what_is_not_linear() -> None:

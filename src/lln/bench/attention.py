@@ -2,8 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,38 +12,32 @@ from lln.bench.candidates import MECHANISMS, CannotRunError, Setting
 from lln.bench.measure import free_bytes, predict, time_in_turns
 from lln.bench.new_process import in_new_process
 from lln.bench.peak import SMALL, Call, peak_of_call
+from lln.results import Row
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "forward+backward")
 FREE_SHARE = 0.8  # of the free memory that matrices may take
 
-Row = dict[str, Any]
-
 
 def compare_attention(
     lengths: Sequence[int] = LENGTHS,
     mechanisms: Sequence[str] = MECHANISMS,
+    setting: Setting | None = None,
     *,
-    heads: int = 12,
-    head_dim: int = 64,
-    dtype: str = "float32",
-    causal: bool = False,
     passes: Sequence[str] = PASSES[:1],
     seconds: float = 1.0,
     max_seconds: float = math.inf,
     seed: int = 0,
     done: Sequence[Row] = (),
-    device: str = "cpu",
-    options: Mapping[str, Any] | None = None,
 ) -> Iterator[Row]:
     """A row for each pass, length and mechanism; all mechanisms of a length are timed in the same rounds.
 
     `ratio` is the first mechanism's time over a row's own. A mechanism that cannot run, would not fit into memory or
     would take more than `max_seconds` for a call gives a row with the reason as `skipped` and, where its growth
     was measured, `predicted_milliseconds`. Rows of `done` were measured before: lengths that are complete there are
-    left out. `options` are those of `lln.zoo`; each mechanism gets the ones that it has.
+    left out. Each mechanism gets those options of the `setting` that it has.
     """
-    setting = Setting(heads, head_dim, dtype, causal, device, options or {})
+    setting = setting or Setting()
     candidates.check_names(mechanisms, setting)
     measured = list(done)
     for pass_ in passes:

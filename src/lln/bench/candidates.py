@@ -4,10 +4,8 @@
 else the zoo's; `origin` is which. Every name that is not in `MECHANISMS` is looked up in the zoo.
 """
 
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from lln.backends import use
 from lln.bench.paper import paper_attention
 from lln.bench.peak import SMALL, Call, attention_call, random_heads
 from lln.functional import lln_attention, lln_diag_attention
@@ -154,7 +153,7 @@ def _attention(name: str, setting: Setting, tokens: int) -> Callable[..., Tensor
     if name == "lln_torch":
         return partial(_plain_lln, is_causal=causal)
     if name == "lln_compiled":
-        torch.compiler.reset()  # each length is compiled by itself, and after eight of them it would give up
+        torch.compiler.reset()  # each length is compiled by itself, and after eight of them it would stop compiling
         return partial(_compiled_lln, torch.compile(lln_attention, dynamic=False), is_causal=causal)
     if name == "fla":
         return _fla(setting)
@@ -186,14 +185,14 @@ def _products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _plain_lln(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-    with plain_torch():
+    with use("torch"):
         return lln_attention(query, key, value, is_causal=is_causal)
 
 
 def _compiled_lln(
     compiled: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **options: bool
 ) -> Tensor:
-    with plain_torch():  # outside of what is compiled, which would break its graph here
+    with use("torch"):  # outside of what is compiled, which would break its graph here
         return compiled(query, key, value, **options)
 
 
@@ -218,20 +217,6 @@ def _fla(setting: Setting) -> Callable[..., Tensor]:
         return output.transpose(1, 2)
 
     return attend
-
-
-@contextmanager
-def plain_torch() -> Iterator[None]:
-    """No compiled kernel inside."""
-    before = os.environ.get("LLN_BACKEND")
-    os.environ["LLN_BACKEND"] = "torch"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["LLN_BACKEND"]
-        else:
-            os.environ["LLN_BACKEND"] = before
 
 
 def _performer_package(setting: Setting) -> Callable[..., Tensor]:

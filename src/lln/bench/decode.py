@@ -18,14 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from lln.bench.measure import time_in_turns
 from lln.bench.new_process import in_new_process
 from lln.bench.peak import Call, Peak, peak_of_call, random_heads
+from lln.results import Row
 from lln.state import LLNState
 
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 MECHANISMS = ("lln", "lln_diag", "cache", "cache_cat")
 BLOCK_SIZES = {"lln": None, "lln_diag": 64}
 PIECE = 4096  # tokens that are put into a state at once
-
-Row = dict[str, Any]
 
 
 def compare_decoding(

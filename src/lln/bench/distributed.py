@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lln.bench import network as shaped
+from lln.results import Row
 
-Row = dict[str, Any]
 PROCESSES, TOKENS = (1, 2, 4), (16_384, 65_536)
 
 

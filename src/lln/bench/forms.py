@@ -44,8 +44,8 @@ from lln.instruments.rows import LLNRows
 from lln.matching.curves import FORMS, Form, Matching
 from lln.matching.moments import measure_moments
 from lln.problem import Near
+from lln.results import Row
 
-Row = dict[str, Any]
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # (query, key, value, is_causal)
 
 FLOOR = 1e-12

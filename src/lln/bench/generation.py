@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from lln.bench.measure import time_in_turns
+from lln.results import Row
 
 CONTEXTS = (64, 8192)
 PIECE = 2048  # tokens that are read at once
-
-Row = dict[str, Any]
 
 
 def compare_generation(

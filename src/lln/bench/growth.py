@@ -1,30 +1,49 @@
-"""How time and memory of the linear mechanisms grow, as measured here: `python -m lln.bench.growth`.
+"""How time and memory of the linear mechanisms grow, as measured here: `lln bench growth`.
 
 Times: the shortest of several forward passes on one thread, short and long inputs in turns, in processor time (of the
 system, too, for fresh memory), which is wall time unless other programs take the processor away. Memory: the peak of a
 forward pass in a process of its own, without a causal mask.
 """
 
-import argparse
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from lln.bench.measure import peak_memory
 from lln.mechanism import Mechanism
-from lln.zoo.registry import build, describe, names
+from lln.zoo.registry import build, check_shared_options, describe, options_of
 
 HEADS, HEAD_DIM = 2, 64
-HEADER = ("name", "time, ms", "growth", "causal time, ms", "growth", "memory, MB", "growth")
+COLUMNS = ("name", "time, ms", "growth", "causal time, ms", "growth", "memory, MB", "growth")
 
 
-def measure(name: str, *, short: int, long: int, repeats: int) -> list[str]:
-    """The row of one mechanism: times, causal times and memory at both lengths, and how often the long is the short."""
-    attention = build(name, num_heads=HEADS, head_dim=HEAD_DIM, max_len=long).eval()
+def compare_growth(
+    mechanisms: Sequence[str], options: Mapping[str, Any], *, short: int, long: int, repeats: int
+) -> Iterator[list[str]]:
+    """The cells of each mechanism, in the order of `COLUMNS`, measured on one thread.
+
+    Each mechanism gets those of the `options` that it has.
+    """
+    check_shared_options(mechanisms, options)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name in mechanisms:
+            yield measure(name, options_of(name, options), short=short, long=long, repeats=repeats)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def measure(name: str, options: Mapping[str, Any], *, short: int, long: int, repeats: int) -> list[str]:
+    """The cells of one mechanism: times, causal times and memory at both lengths, and their ratios."""
+    attention = build(name, num_heads=HEADS, head_dim=HEAD_DIM, max_len=long, **options).eval()
     times = shortest_times(attention, (short, long), repeats, is_causal=False)
     causal = shortest_times(attention, (short, long), repeats, is_causal=True) if describe(name).causal else None
-    memory = [peak_memory(name, tokens=n, heads=HEADS, head_dim=HEAD_DIM) / 2**20 for n in (short, long)]
-    return [f"`{name}`", *_growth(times), *(("", "") if causal is None else _growth(causal)), *_growth(memory)]
+    sizes = {"heads": HEADS, "head_dim": HEAD_DIM}
+    memory = [peak_memory(name, tokens=n, options=options, **sizes) / 2**20 for n in (short, long)]
+    return [name, *_growth(times), *(("", "") if causal is None else _growth(causal)), *_growth(memory)]
 
 
 @torch.no_grad()
@@ -51,22 +70,3 @@ def shortest_times(attention: Mechanism, lengths: tuple[int, ...], repeats: int,
 def _growth(pair: list[float]) -> tuple[str, str]:
     short, long = pair
     return f"{short:.1f} → {long:.1f}", f"{long / short:.2f}"
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m lln.bench.growth", description=__doc__)
-    parser.add_argument("names", nargs="*", help="mechanisms; all that are linear if none is given")
-    parser.add_argument("--short", type=int, default=4096, help="tokens (default %(default)s)")
-    parser.add_argument("--long", type=int, default=16384, help="tokens (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="passes at least (default %(default)s)")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    for line in (HEADER, ("---",) * len(HEADER)):
-        print(f"| {' | '.join(line)} |")
-    for name in options.names or [name for name in names() if describe(name).linear]:
-        row = measure(name, short=options.short, long=options.long, repeats=options.repeats)
-        print(f"| {' | '.join(row)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ Calls are recorded on tensors without memory (`kernel_calls`), then each kernel 
 The bound of a call is the larger of the time that its bytes take at the bandwidth of the memory and the time that its
 products take on the tensor cores. With fewer programs than multiprocessors, those that are idle multiply nothing and
 read nothing: the others have their share of the tensor cores and of what the L2 cache gives. Every tensor counts once
-for each kernel that has it, and once more for each program that reads the same rows again; sums that kernels hand to
+for each kernel that has it, and once more for each program that reads the same rows again; sums that kernels pass to
 each other count too, although they would stay in the cache.
 """
 

@@ -47,7 +47,7 @@ class Timing:
 def time_in_turns(
     candidates: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, at_least: int = 3, at_most: int = 200
 ) -> dict[str, Timing]:
-    """The time of each candidate over rounds in which each has its turn, after a call that is not counted.
+    """The time of each candidate over rounds in which each is called, after a call that is not counted.
 
     Rounds go on until they have taken `seconds` together, but at least and at most so often; a candidate that takes
     longer than that by itself runs twice.
@@ -74,12 +74,12 @@ def timing(times: Sequence[float]) -> Timing:
     return Timing(median(times), low, high, len(times))
 
 
-def peak_memory(mechanism: str, *, tokens: int, heads: int, head_dim: int, backward: bool = False) -> int:
+def peak_memory(mechanism: str, *, tokens: int, heads: int, head_dim: int, options: Mapping[str, Any]) -> int:
     """Peak bytes of one call of a mechanism of the zoo, beyond the process, its inputs and the loaded libraries."""
     from lln.bench.new_process import in_new_process
     from lln.bench.peak import peak_of_call, zoo_call
 
-    make = partial(zoo_call, mechanism, heads=heads, head_dim=head_dim, backward=backward)
+    make = partial(zoo_call, mechanism, heads=heads, head_dim=head_dim, options=options)
     return in_new_process(peak_of_call, make, tokens).peak_bytes
 
 

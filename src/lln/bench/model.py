@@ -14,6 +14,7 @@ from typing import Any
 
 from lln.bench.measure import free_bytes, predict, timing
 from lln.bench.new_process import in_new_process
+from lln.results import Row
 from lln.zoo.registry import check_shared_options
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -22,8 +23,6 @@ QUADRATIC_TIME, QUADRATIC_MEMORY = {"eager", "sdpa"}, {"eager"}
 MOST_ROUNDS = 3
 PRELOAD = ("transformers.models.roberta.modeling_roberta",)
 FREE_SHARE = 0.9  # of the free memory that a step may take
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

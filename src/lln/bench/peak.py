@@ -1,8 +1,9 @@
 """Peak memory of a call, measured inside a process of its own; see `new_process.in_new_process`."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,10 @@ def random_heads(tokens: int, *, heads: int, head_dim: int, dtype: torch.dtype =
     return tuple(torch.randn(1, heads, tokens, head_dim, dtype=dtype) for _ in range(3))
 
 
-def zoo_call(mechanism: str, tokens: int, *, heads: int, head_dim: int, backward: bool) -> Call:
-    attention = build(mechanism, num_heads=heads, head_dim=head_dim, max_len=tokens).eval()
+def zoo_call(mechanism: str, tokens: int, *, heads: int, head_dim: int, options: Mapping[str, Any]) -> Call:
+    attention = build(mechanism, num_heads=heads, head_dim=head_dim, max_len=tokens, **options).eval()
     inputs = random_heads(tokens, heads=heads, head_dim=head_dim)
-    return attention_call(attention, inputs, like=inputs[2] if backward else None)
+    return attention_call(attention, inputs, like=None)
 
 
 def give_back_what_is_freed() -> None:

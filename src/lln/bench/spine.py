@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lln.bench.measure import Timing, time_in_turns, timing
 from lln.bench.peak import random_heads
 from lln.functional import lln_attention, lln_diag_attention
+from lln.results import Row
 from lln.state import LLNState
 
 LENGTHS = (128, 512, 2048, 4096, 16384)
@@ -28,7 +29,6 @@ CONTEXTS = (64, 8192)  # of `generate`
 NEW_TOKENS = 16  # that `generate` makes in a turn
 PARTS = ("call", "before", "forms", "window", "packed", "prefill", "step", "generate")
 
-Row = dict[str, Any]
 Attention = Callable[..., Tensor]
 Runs = dict[str, Callable[[], object]]
 

@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f'The lln command needs {error.name}: pip install "lln-attention[cli]"') from error
 
-from lln.cli import bench, docs, linearize, look, lra, paper, train
+from lln.cli import bench, docs, general, linearize, lra, paper, train
 from lln.tasks.schedule import stop_with_scheduler
 
 
@@ -38,7 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-look.add_commands(app)
+general.add_commands(app)
 linearize.add_command(app)
 app.add_typer(train.app, name="train")
 paper.add_commands(app)

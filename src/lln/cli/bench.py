@@ -85,7 +85,7 @@ def attention(
     rows = compare_attention(
         tokens,
         chosen,
-        **asdict(setting),
+        setting,
         passes=passes,
         seconds=seconds,
         max_seconds=max_seconds,

@@ -1,4 +1,4 @@
-"""`lln bench kernels`, `forms`, `spine` and `distributed`: parts of the library by themselves."""
+"""`lln bench kernels`, `forms`, `spine`, `distributed` and `growth`: parts of the library by themselves."""
 
 import os
 from importlib.metadata import version
@@ -14,17 +14,19 @@ from lln.cli.measurements import (
     Lengths,
     Out,
     OutAgain,
+    SharedOptions,
     finish,
     measure_rows,
     start_recording,
     warn_of_noise,
 )
 from lln.cli.options import Json, Seed, names, numbers
-from lln.terminal import Progress, print_tables
+from lln.tasks.config import parse_options
+from lln.terminal import Progress, print_table, print_tables
 
 
 def add_commands(app: typer.Typer) -> None:
-    for verb in (kernels, forms, spine, distributed):
+    for verb in (kernels, forms, spine, distributed, growth):
         app.command()(verb)
 
 
@@ -176,3 +178,28 @@ def distributed(
                     recording.add(row)
             bar.advance()
     finish(recording, distributed_tables, None, json)
+
+
+def growth(
+    mechanisms: Annotated[
+        str | None, typer.Option(help="What to measure, separated by commas; by default all that are linear.")
+    ] = None,
+    short: Annotated[int, typer.Option(min=1, help="Tokens of the shorter input.")] = 4096,
+    long: Annotated[int, typer.Option(min=1, help="Tokens of the longer input.")] = 16384,
+    repeats: Annotated[int, typer.Option(min=1, help="Forward passes at least.")] = 7,
+    option: SharedOptions = [],  # noqa: B006
+    json: Json = False,
+) -> None:
+    """How time and memory of the linear mechanisms of `lln zoo` grow with the number of tokens, on one thread."""
+    from lln.bench.growth import COLUMNS, compare_growth
+    from lln.report.table import Table
+    from lln.zoo import describe
+    from lln.zoo import names as mechanism_names
+
+    chosen = names("--mechanisms", mechanisms, [name for name in mechanism_names() if describe(name).linear])
+    rows = []
+    with Progress("growth", len(chosen)) as bar:
+        for row in compare_growth(chosen, parse_options(option), short=short, long=long, repeats=repeats):
+            rows.append(row)
+            bar.advance()
+    print_table(Table(f"Growth from {short:,} to {long:,} tokens", COLUMNS, rows), as_json=json)

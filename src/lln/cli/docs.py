@@ -26,8 +26,7 @@ PAGES = (
     "linearize.md",
     "../README.md",
 )
-HEADLINE = Path("images/headline.csv")  # the numbers of the picture in the README, which is drawn when they change
-DRAWN = Path("images/drawn.csv")  # a digest of what each other picture shows, which is drawn when it changes
+DRAWN = Path("images/drawn.csv")  # a digest of what each picture shows, which is drawn when it changes
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -50,8 +49,6 @@ def make_docs(
             raise ValueError(f"stale: {', '.join(map(str, stale))}; `lln docs` updates them")
         return
     (docs / "images").mkdir(exist_ok=True)
-    if pictures or docs / HEADLINE in stale:
-        console.print(str(draw_headline(docs, results)))
     drawn = {} if pictures else digests(docs / DRAWN)
     for picture in recorded_pictures(results):
         if drawn.get(picture.name) != picture.digest:
@@ -63,13 +60,12 @@ def make_docs(
 
 def rendered_pages(docs: Path, results: Path) -> dict[Path, str]:
     """The pages, and what the pictures were drawn from, as they are when they are up to date."""
-    from lln.paper import headline
     from lln.report.page import update
     from lln.report.plot import Row, csv_text
 
     pages = {docs / name: update((docs / name).read_text(encoding="utf-8"), parts(results)) for name in PAGES}
     drawn: list[Row] = [{"picture": picture.name, "digest": picture.digest} for picture in recorded_pictures(results)]
-    return pages | {docs / HEADLINE: csv_text(headline.picture_rows(results)), docs / DRAWN: csv_text(drawn)}
+    return pages | {docs / DRAWN: csv_text(drawn)}
 
 
 def parts(results: Path) -> dict[str, Callable[[str], str]]:
@@ -90,13 +86,6 @@ def parts(results: Path) -> dict[str, Callable[[str], str]]:
         "headline": lambda file: headline.make(results).markdown(),
         "zoo": lambda file: zoo_table.markdown(),
     }
-
-
-def draw_headline(docs: Path, results: Path) -> Path:
-    from lln.paper import headline
-    from lln.report.plot import save_png
-
-    return save_png(headline.draw(results), (docs / HEADLINE).with_suffix(".png"))
 
 
 @dataclass(frozen=True)
@@ -122,15 +111,21 @@ class Picture:
 
 
 def recorded_pictures(results: Path) -> Iterator[Picture]:
-    """Figures of recorded runs, and measurements of speed."""
+    """The picture of the README, figures of recorded runs, and measurements of speed."""
     from lln import paper
-    from lln.paper import table2
+    from lln.paper import headline, table2
+    from lln.report.plot import save_png
     from lln.report.speed_pictures import draw_attention, draw_decode
     from lln.results import read_results
 
     def draw_figure(name: str, folder: Path) -> tuple[Path, ...]:
         return paper.figure(name, out=folder, results=results)
 
+    yield Picture(
+        "headline",
+        headline.picture_rows(results),
+        lambda folder: (save_png(headline.draw(results), folder / "headline.png"),),
+    )
     for name in paper.NAMES:
         if name.startswith("figure") and hasattr(module := paper.load(name), "read"):
             yield Picture(name, module.read(results), partial(draw_figure, name))

@@ -44,9 +44,7 @@ def bias(attention: Tensor, key: Tensor | None = None, **options: Unpack[Options
     to one key. It is the biased part of the entropy deficit; `concentration` gives all parts.
 
     Args:
-        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
-        key: the key (B, H_k, M, D), if `attention` is the query.
-        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+        attention, key, options: as in `lln.instruments.entropy`.
 
     Returns:
         A tensor with the leading dimensions of the input, (B, H) for query and key.
@@ -67,9 +65,7 @@ def concentration(attention: Tensor, key: Tensor | None = None, **options: Unpac
     """The entropy of uniform attention, the entropy of this one, and the two parts of their difference, in bits.
 
     Args:
-        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
-        key: the key (B, H_k, M, D), if `attention` is the query.
-        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+        attention, key, options: as in `lln.instruments.entropy`.
 
     Returns:
         `Concentration`, whose fields are tensors with the leading dimensions of the input.

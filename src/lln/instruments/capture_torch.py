@@ -59,7 +59,7 @@ def from_torch(
     keep = None
     if key_padding_mask is not None and not query.is_nested:
         padding = key_padding_mask if batched else key_padding_mask[None]
-        keep = pad(_may_see(padding)[sample, None], (0, extra), value=True)
+        keep = pad(_attended(padding)[sample, None], (0, extra), value=True)
     mask = None
     if attn_mask is not None:
         mask = (
@@ -92,7 +92,7 @@ def from_encoder_layer(
     return from_torch(choose, module.self_attn, x, x, x, src_key_padding_mask, attn_mask=src_mask)
 
 
-def _may_see(padding: Tensor) -> Tensor:
+def _attended(padding: Tensor) -> Tensor:
     """True = keep, from torch's masks: bool with True = ignore, or float with a huge negative number."""
     return padding > torch.finfo(padding.dtype).min / 2 if padding.is_floating_point() else ~padding
 

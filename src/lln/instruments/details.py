@@ -23,7 +23,7 @@ class HeadDetails:
     weights (Q, M): attention of the sampled queries.
     entropy (P,): bits, means over consecutive queries; P = min(N, 128).
     limit (P,): the same of uniform attention.
-    histogram (50,): share of the entries of ln P in each bin, over mean ± 5 standard deviations; what lies outside is
+    histogram (50,): share of the entries of ln P in each bin, over mean ± 5 standard deviations; what is outside is
         in the first and last bin. Empty where ln P does not vary.
     """
 

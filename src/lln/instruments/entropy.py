@@ -45,9 +45,7 @@ def variance(attention: Tensor, key: Tensor | None = None, **options: Unpack[Opt
     With a causal mask M is the number of keys that the row may attend to.
 
     Args:
-        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
-        key: the key (B, H_k, M, D), if `attention` is the query.
-        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+        attention, key, options: as in `lln.instruments.entropy`.
 
     Returns:
         A tensor with the leading dimensions of the input, (B, H) for query and key.

@@ -41,9 +41,7 @@ def lognormality(attention: Tensor, key: Tensor | None = None, **options: Unpack
     mask excludes do not count.
 
     Args:
-        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
-        key: the key (B, H_k, M, D), if `attention` is the query.
-        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+        attention, key, options: as in `lln.instruments.entropy`.
 
     Returns:
         `LogNormality`, whose fields are tensors with the leading dimensions of the input.

@@ -123,7 +123,7 @@ class SoftmaxRows(Rows):
             return scores + self.mask[index].to(dtype)
         return scores
 
-    def seen(self, index: Tensor) -> Tensor:
+    def weighted(self, index: Tensor) -> Tensor:
         """Which keys the mechanism itself gives weight to: among neighbours these are fewer than the allowed ones."""
         if self.block_size is None:
             return self.allowed(index)
@@ -142,10 +142,10 @@ class SoftmaxRows(Rows):
         return allowed & (rows > torch.finfo(rows.dtype).min / 2 if rows.is_floating_point() else rows)
 
     def block(self, index: Tensor) -> Tensor:
-        return torch.softmax(self.scores(index).masked_fill_(~self.seen(index), -torch.inf), dim=-1)
+        return torch.softmax(self.scores(index).masked_fill_(~self.weighted(index), -torch.inf), dim=-1)
 
     def log_block(self, index: Tensor) -> Tensor:
-        return torch.log_softmax(self.scores(index).masked_fill_(~self.seen(index), -torch.inf), dim=-1)
+        return torch.log_softmax(self.scores(index).masked_fill_(~self.weighted(index), -torch.inf), dim=-1)
 
 
 class LLNRows(Rows):
@@ -228,6 +228,6 @@ class MeanRows(Rows):
             share = share[:, index]
         far = self.far.block(index)
         if self.is_disjoint:
-            far = far.masked_fill(self.near.seen(index), 0.0)
+            far = far.masked_fill(self.near.weighted(index), 0.0)
             far = far / far.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(far.dtype).tiny)
         return share * far + (1 - share) * self.near.block(index)

@@ -49,9 +49,7 @@ def spectral_gap(attention: Tensor, key: Tensor | None = None, **options: Unpack
     (`pip install "lln-attention[instruments]"`), which also makes them faster from 128 on.
 
     Args:
-        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
-        key: the key (B, H_k, M, D), if `attention` is the query.
-        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+        attention, key, options: as in `lln.instruments.entropy`.
 
     Returns:
         A tensor with the leading dimensions of the input, (B, H) for query and key.

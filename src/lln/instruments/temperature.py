@@ -26,9 +26,7 @@ def temperature(attention: Tensor, key: Tensor | None = None, **options: Unpack[
     for each token is included.
 
     Args:
-        attention: a stochastic matrix (..., N, M), or the query (B, H, N, D).
-        key: the key (B, H_k, M, D), if `attention` is the query.
-        options: those of `lln.attention_matrix`; an explicit matrix takes `key_padding_mask` and `is_causal` alone.
+        attention, key, options: as in `lln.instruments.entropy`.
 
     Returns:
         A tensor with the leading dimensions of the input, (B, H) for query and key.
@@ -67,11 +65,11 @@ def of_scores(rows: Rows) -> Tensor:
     assert isinstance(rows, SoftmaxRows)
     zero = torch.zeros(rows.heads, 1, 1, dtype=torch.float64, device=rows.index.device)
     mean, variance = zero, zero
-    count = sum(int(rows.seen(index).expand(len(index), -1).sum()) for index in rows.parts())
+    count = sum(int(rows.weighted(index).expand(len(index), -1).sum()) for index in rows.parts())
     for index in rows.parts():
-        seen = rows.scores(index).masked_fill(~rows.seen(index), 0.0)
-        mean = mean + seen.sum(dim=(1, 2), keepdim=True, dtype=torch.float64) / count
+        scores = rows.scores(index).masked_fill(~rows.weighted(index), 0.0)
+        mean = mean + scores.sum(dim=(1, 2), keepdim=True, dtype=torch.float64) / count
     for index in rows.parts():
-        deviation = (rows.scores(index) - mean).masked_fill(~rows.seen(index), 0.0)
+        deviation = (rows.scores(index) - mean).masked_fill(~rows.weighted(index), 0.0)
         variance = variance + deviation.square().sum(dim=(1, 2), keepdim=True, dtype=torch.float64) / count
     return softmax_temperature(variance[:, 0, 0])

@@ -57,7 +57,7 @@ def load(name: str) -> Any:
 
     Example:
         >>> load("table5").JOBS[0].name
-        'listops-softmax'
+        'text-softmax-seed0'
     """
     if name not in NAMES:
         raise ValueError(f"there is no {name!r}; there are: {', '.join(NAMES)}")
@@ -94,7 +94,7 @@ def table(
         ValueError: there is no such table, or no result file for it.
 
     Example:
-        >>> print(table("table3", out="tables")[0].markdown())
+        >>> print(table("table3", out="tables")[0].markdown())  # doctest: +SKIP
     """
     module, folder, out = load(name), _results(results), _folder(out)
     if not hasattr(module, "make"):
@@ -135,7 +135,7 @@ def figure(
         ValueError: there is no such figure, a number is out of range, or there are no results.
 
     Example:
-        >>> figure("figure2", out="figures")
+        >>> figure("figure2", out="figures")  # doctest: +SKIP
         (PosixPath('figures/figure2.png'), PosixPath('figures/figure2.svg'), PosixPath('figures/figure2.csv'))
     """
     module, out = load(name), _folder(out)

@@ -9,8 +9,8 @@ from torch import Tensor
 from lln import zoo
 from lln.instruments import entropy, spectral_gap
 from lln.matching.moments import measure_moments
+from lln.paper.figure5 import OPTIONS
 from lln.paper.figure5 import STYLES as CURVES
-from lln.paper.figure5 import options
 from lln.report.plot import GREY, PURPLE, VERMILLION, CurveStyle, Row, Setup, column, gaussian_inputs, panels
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ FLAT = ("lln_unmatched", "elu", "relu", "quadratic")  # too close to uniform att
 def concentration(mechanism: str, query: Tensor, key: Tensor) -> tuple[float, float]:
     """Entropy in bits and spectral gap of a mechanism; its matrix is what it makes of the identity as value."""
     if mechanism in CURVES:
-        given = options(mechanism)
+        given = OPTIONS[mechanism]
         return entropy(query, key, **given).item(), spectral_gap(query, key, **given).item()
     identity = torch.eye(key.shape[2], dtype=key.dtype)[None, None]
     P = zoo.build(mechanism, num_heads=1, head_dim=query.shape[3])(query, key, identity)

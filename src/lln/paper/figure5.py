@@ -1,10 +1,9 @@
 """Figure 5: mean and variance of ln P against proposition 3.1, and what moment matching does to LLN's variance."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from lln.functional import Kind, attention_matrix
-from lln.matching.curves import Matching
+from lln.functional import attention_matrix
 from lln.matching.moments import measure_moments
 from lln.report.plot import BLACK, BLUE, GREEN, ORANGE, SKY, CurveStyle, Row, Setup, column, gaussian_inputs, panels
 from lln.theory import softmax_log_moments
@@ -21,27 +20,13 @@ STYLES = {
     "lln_linear": CurveStyle("LLN, linear matching (eq. 10)", GREEN, ":", "D"),
     "lln_unmatched": CurveStyle(r"LLN, unmatched ($\alpha = \beta = 1$)", ORANGE, "-", "v"),
 }
-
-
-class Options(TypedDict, total=False):
-    """Those of `lln.attention_matrix` that the curves need."""
-
-    kind: Kind
-    matching: Matching
-    alpha: float
-    beta: float
-
-
-def options(curve: str) -> Options:
-    """The options of `lln.attention_matrix` and the instruments for one of the curves."""
-    given: dict[str, Options] = {
-        "softmax": {"kind": "softmax"},
-        "lln_variance": {"kind": "lln", "matching": "variance"},
-        "lln_entropy": {"kind": "lln", "matching": "entropy"},
-        "lln_linear": {"kind": "lln", "matching": "linear"},
-        "lln_unmatched": {"kind": "lln", "alpha": 1.0, "beta": 1.0},
-    }
-    return given[curve]
+OPTIONS: dict[str, dict[str, Any]] = {  # of `lln.attention_matrix` and the instruments, for each curve
+    "softmax": {"kind": "softmax"},
+    "lln_variance": {"kind": "lln", "matching": "variance"},
+    "lln_entropy": {"kind": "lln", "matching": "entropy"},
+    "lln_linear": {"kind": "lln", "matching": "linear"},
+    "lln_unmatched": {"kind": "lln", "alpha": 1.0, "beta": 1.0},
+}
 
 
 def count(setup: Setup) -> int:
@@ -56,7 +41,7 @@ def measure(setup: Setup) -> Iterator[Row]:
         score = sum(measure_moments(query, key).score_variance.item() for query, key in scaled) / DRAWS
         theory = softmax_log_moments(score, num_keys=setup.tokens)
         for curve in STYLES:
-            logs = [attention_matrix(query, key, **options(curve)).log() for query, key in scaled]
+            logs = [attention_matrix(query, key, **OPTIONS[curve]).log() for query, key in scaled]
             yield {
                 "curve": curve,
                 "input_variance": variance,

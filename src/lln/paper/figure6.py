@@ -36,36 +36,18 @@ def measure(setup: Setup) -> Iterator[Row]:
         logs = _log_sums(setup, d, MODERATE + BROAD)
         for variance, log in zip(MODERATE, logs, strict=False):
             theory = log_normal_sum(variance, terms=d)
-            yield _row("moderate", d, variance, log, theory.variance, theory.mean, "", "")
+            expected: Row = {"theory_log_variance": theory.variance, "theory_log_mean": theory.mean}
+            yield _row("moderate", d, variance, log, expected)
         broad = logs[len(MODERATE) :]
-        slope, intercept = _line(
-            [(x, log[1]) for x, log in zip(BROAD, broad, strict=True) if x >= FIT_FROM],
-        )
+        slope, intercept = _line([(x, log[1]) for x, log in zip(BROAD, broad, strict=True) if x >= FIT_FROM])
         for variance, log in zip(BROAD, broad, strict=True):
-            yield _row("broad", d, variance, log, slope * variance + intercept, "", slope, intercept)
+            line: Row = {"theory_log_variance": slope * variance + intercept, "slope": slope, "intercept": intercept}
+            yield _row("broad", d, variance, log, line)
 
 
-def _row(
-    panel: str,
-    d: int,
-    variance: float,
-    log: tuple[float, float],
-    theory: float,
-    theory_mean: float | str,
-    slope: float | str,
-    intercept: float | str,
-) -> Row:
-    return {
-        "panel": panel,
-        "terms": d,
-        "variance": variance,
-        "log_variance": log[1],
-        "log_mean": log[0],
-        "theory_log_variance": theory,
-        "theory_log_mean": theory_mean,
-        "slope": slope,
-        "intercept": intercept,
-    }
+def _row(panel: str, d: int, variance: float, log: tuple[float, float], theory: Row) -> Row:
+    measured: Row = {"panel": panel, "terms": d, "variance": variance, "log_variance": log[1], "log_mean": log[0]}
+    return measured | dict.fromkeys(("theory_log_variance", "theory_log_mean", "slope", "intercept"), "") | theory
 
 
 def _log_sums(setup: Setup, d: int, variances: list[float]) -> list[tuple[float, float]]:

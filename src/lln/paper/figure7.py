@@ -8,8 +8,8 @@ import torch
 
 from lln.functional import attention_matrix
 from lln.instruments import lognormality
+from lln.paper.figure5 import OPTIONS
 from lln.paper.figure5 import STYLES as CURVES
-from lln.paper.figure5 import options
 from lln.report.plot import VERMILLION, Row, Setup, column, gaussian_inputs, panels
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def measure(setup: Setup) -> Iterator[Row]:
     """
     query, key = gaussian_inputs(setup)
     for curve in SHOWN:
-        P = attention_matrix(query, key, **options(curve))
+        P = attention_matrix(query, key, **OPTIONS[curve])
         fit = lognormality(P)
         mean, deviation = fit.mean.item(), math.sqrt(fit.variance.item())
         edges = torch.linspace(mean - WIDTH * deviation, mean + WIDTH * deviation, BINS + 1, dtype=torch.float64)

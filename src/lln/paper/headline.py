@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lln.paper import table1
+from lln.paper.speed import recorded
 from lln.report.speed import short
 from lln.report.speed_styles import attention_label, attention_style
 from lln.report.table import Table
-from lln.results import Result, Row, machines, read_results
+from lln.results import Result, Row, machines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +35,7 @@ def make(results: Path) -> Table:
 def picture_rows(results: Path) -> list[dict[str, Any]]:
     """The numbers of the picture: times over tokens, and what is kept of softmax attention."""
     rows: list[dict[str, Any]] = []
-    if (run := _read(results, "attention").get(ATTENTION)) is not None:
+    if (run := recorded(results, "attention").get(ATTENTION)) is not None:
         rows += [
             {"part": "time", "name": row["mechanism"], "tokens": row["tokens"], "value": float(row["milliseconds"])}
             for row in run.rows
@@ -83,7 +84,7 @@ def draw(results: Path) -> "Figure":
 def kept(results: Path) -> dict[tuple[str, str, str], Row]:
     """What a linearised model keeps at its greatest length, by model, state of training and method."""
     found: dict[tuple[str, str, str], Row] = {}
-    for name, result in _read(results, "linearized").items():
+    for name, result in recorded(results, "linearized").items():
         model, _, method = name.removesuffix("-calibrated").partition("-")
         for state in STATES:
             rows = [row for row in result.rows if row["stage"] == state]
@@ -104,7 +105,7 @@ def glue_shares(results: Path) -> dict[str, float]:
 
 
 def _speed(results: Path) -> Iterator[list[str]]:
-    run = _read(results, "attention").get(ATTENTION)
+    run = recorded(results, "attention").get(ATTENTION)
     for pass_, tokens in (("forward", 1024), ("forward", 16384), ("forward+backward", 4096)):
         times = _values(run, "milliseconds", pass_, tokens)
         yield from _row(f"attention of {tokens:,} tokens, {pass_} (ms)", times, "[speed](docs/speed.md)")
@@ -112,7 +113,7 @@ def _speed(results: Path) -> Iterator[list[str]]:
 
 def _decoding(results: Path) -> Iterator[list[str]]:
     names = {"cache": "softmax", "lln": "lln", "lln_diag": "lln_diag"}
-    for result in _read(results, "decode").values():
+    for result in recorded(results, "decode").values():
         tokens = max(row["tokens"] for row in result.rows)
         last = {
             names[row["mechanism"]]: row for row in result.rows if row["tokens"] == tokens and row["mechanism"] in names
@@ -167,7 +168,7 @@ def _values(run: Result | None, quantity: str, pass_: str, tokens: int) -> dict[
 
 def _times(results: Path) -> str:
     """Where the times of attention come from."""
-    run = _read(results, "attention").get(ATTENTION)
+    run = recorded(results, "attention").get(ATTENTION)
     if run is None:
         return "No times are recorded."
     setting = run.settings
@@ -179,9 +180,9 @@ def _times(results: Path) -> str:
 def _notes(results: Path) -> list[str]:
     """Where each part of the table comes from."""
     notes = [f"{_times(results)} Softmax is torch's `scaled_dot_product_attention`, in decoding over a cache."]
-    if decoding := list(_read(results, "decode").values()):
+    if decoding := list(recorded(results, "decode").values()):
         notes.append(f"One more token: {_origin(decoding)}.")
-    if linear := {name: run for name, run in _read(results, "linearized").items() if name in _shown_runs(results)}:
+    if linear := {name: run for name, run in recorded(results, "linearized").items() if name in _shown_runs(results)}:
         notes.append(
             f"Models: {_origin(linear.values())}. Their layers are those that `lln linearize` makes, not the "
             "ones timed above: the decomposed form with learned projections, LLN+Diag with a window and a gate."
@@ -201,8 +202,3 @@ def _origin(runs: Iterable[Result]) -> str:
 def _shown_runs(results: Path) -> set[str]:
     """Names of the runs that rows about models are from."""
     return {f"{model}-{method}{end}" for model, _, method in kept(results) for end in ("", "-calibrated")}
-
-
-def _read(results: Path, name: str) -> dict[str, Result]:
-    path = results / f"{name}.jsonl"
-    return read_results(path, made_by="lln bench") if path.exists() else {}

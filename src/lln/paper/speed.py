@@ -24,7 +24,7 @@ NOTHING = "Nothing has been measured yet.\n"
 
 def make(results: Path) -> str:
     """All measurements of a folder that there are in Markdown, each with its machine, commit and command."""
-    attention, decode, model = (_read(results, name) for name in ("attention", "decode", "table2"))
+    attention, decode, model = (recorded(results, name) for name in ("attention", "decode", "table2"))
     sections = []
     for run, title in ATTENTION.items():
         if (result := attention.get(run)) is not None:
@@ -42,19 +42,19 @@ def make(results: Path) -> str:
 def goals(results: Path) -> str:
     """Which goals of development the measurements reach."""
     outcomes = []
-    if (result := _read(results, "attention").get("attention-float32")) is not None:
+    if (result := recorded(results, "attention").get("attention-float32")) is not None:
         outcomes += check(ATTENTION_GOALS, result)
-    for result in _read(results, "decode").values():
+    for result in recorded(results, "decode").values():
         outcomes += check(DECODE_GOALS, result)
     sections = [goals_table(outcomes).markdown()] if outcomes else []
-    for name, result in _read(results, "spine").items():
+    for name, result in recorded(results, "spine").items():
         sections.append(_section(f"Ratios: {name}", result, ratio_tables(result)))
     return "\n".join(sections) or NOTHING
 
 
 def kernels(results: Path) -> str:
     """Kernels for GPUs as they are compiled, and bounds of their time."""
-    found = _read(results, "kernels")
+    found = recorded(results, "kernels")
     if not {"kernels", "bounds"} <= set(found):
         return "Nothing has been compiled yet.\n"
     tables = bounds_tables(found["bounds"], table2.PUBLISHED_SECONDS) + kernels_tables(found["kernels"])
@@ -66,7 +66,7 @@ def kernels(results: Path) -> str:
 def summary(results: Path) -> str:
     """LLN and LLN+Diag beside softmax attention, at all lengths: times, and how many times as fast."""
     tables = []
-    if (result := _read(results, "attention").get("attention-float32")) is not None:
+    if (result := recorded(results, "attention").get("attention-float32")) is not None:
         for pass_ in dict.fromkeys(row["pass"] for row in result.rows):
             times = {
                 (row["mechanism"], row["tokens"]): row["milliseconds"]
@@ -74,7 +74,7 @@ def summary(results: Path) -> str:
                 if row["pass"] == pass_ and "milliseconds" in row
             }
             tables.append(_beside_softmax(f"Attention, {pass_}, median time (ms)", times, "softmax", result))
-    for result in _read(results, "decode").values():
+    for result in recorded(results, "decode").values():
         times = {(row["mechanism"], row["tokens"]): row["milliseconds"] for row in result.rows}
         tables.append(_beside_softmax("One more token after a context, median time (ms)", times, "cache", result))
     return "\n".join(table.markdown() for table in tables) or NOTHING
@@ -101,7 +101,8 @@ def _beside_softmax(title: str, times: Mapping[tuple[str, int], float], softmax:
     )
 
 
-def _read(results: Path, name: str) -> dict[str, Result]:
+def recorded(results: Path, name: str) -> dict[str, Result]:
+    """The runs of a result file, none if there is no such file."""
     path = results / f"{name}.jsonl"
     return read_results(path, made_by="lln bench") if path.exists() else {}
 

@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, H_k key heads, N queries, M keys, D features of 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lln.functional import KINDS, Kind
 from lln.masks import kept_tokens, read_paddings
 from lln.matching.curves import Form, Matching
 from lln.matching.moments import Scope
-from lln.problem import NEARS, Centers, Near, read_key_weight
+from lln.problem import NEARS, Centers, FarOptions, Near, NearOptions, Options, read_key_weight, with_signature
 from lln.reference.inputs import allowed_pairs, broadcast_scale, normalise, packed, repeat_heads
 from lln.reference.matching import centers_of, features, match_moments
 
@@ -171,24 +171,8 @@ def block_diagonal_attention(
 
 
 @packed
-def lln_diag_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    block_size: int = 64,
-    near: Near = "blocks",
-    key_padding_mask: Tensor | None = None,
-    is_causal: bool = False,
-    alpha: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
-    matching: Matching = "variance",
-    scope: Scope = "sample",
-    form: Form = "paper",
-    centers: Centers | None = None,
-    key_weight: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+@with_signature(Options)
+def lln_diag_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Tensor:
     """The average of LLN and block-diagonal attention (figure 3).
 
     Args:
@@ -206,21 +190,12 @@ def lln_diag_attention(
         >>> lln.lln_diag_attention(query, key, value, block_size=4).allclose(exact, atol=1e-5)
         True
     """
-    masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
-    close = block_diagonal_attention(query, key, value, block_size=block_size, near=near, **masks)
-    far = lln_attention(
-        query,
-        key,
-        value,
-        alpha=alpha,
-        beta=beta,
-        matching=matching,
-        scope=scope,
-        form=form,
-        centers=centers,
-        key_weight=key_weight,
-        **masks,
+    given: dict[str, Any] = dict(options)
+    close_options, far_options = (
+        {name: x for name, x in given.items() if name in kind.__annotations__} for kind in (NearOptions, FarOptions)
     )
+    close = block_diagonal_attention(query, key, value, **close_options)
+    far = lln_attention(query, key, value, **far_options)
     return (far + close) / 2
 
 

@@ -67,12 +67,8 @@ def within(mechanism: str, of: str, times: float, pass_: str, lengths: Sequence[
 
 
 def growth(mechanism: str, quantity: str, noun: str, times: float, pass_: str, short: int, long: int) -> Goal:
-    def find(rows: Sequence[Row]) -> Found:
-        values = [_value(rows, pass_, quantity, mechanism, tokens) for tokens in (long, short)]
-        return None if values[0] is None or not values[1] else (values[0] / values[1], long)
-
     text = f"{label(mechanism)} {pass_} needs at most {times:g}x the {noun} at {long:,} tokens of that at {short:,}"
-    return Goal(text, times, False, find)
+    return Goal(text, times, False, lambda rows: _growth(rows, pass_, quantity, mechanism, short, long))
 
 
 def extra_memory(mechanism: str, share: float, tokens: int) -> Goal:
@@ -90,15 +86,10 @@ def extra_memory(mechanism: str, share: float, tokens: int) -> Goal:
 
 
 def decode_growth(mechanism: str, quantity: str, noun: str, times: float, short: int, long: int) -> Goal:
-    def find(rows: Sequence[Row]) -> Found:
-        found = {row["tokens"]: row[quantity] for row in rows if row["mechanism"] == mechanism}
-        values = [found.get(tokens) for tokens in (long, short)]
-        return None if values[0] is None or not values[1] else (values[0] / values[1], long)
-
     text = (
         f"a decode step of {label(mechanism)} after {long:,} tokens needs at most {times:g}x the {noun} after {short:,}"
     )
-    return Goal(text, times, False, find)
+    return Goal(text, times, False, lambda rows: _growth(rows, None, quantity, mechanism, short, long))
 
 
 ATTENTION_GOALS = (
@@ -160,8 +151,14 @@ def _worst(
     return worst(found)
 
 
-def _value(rows: Sequence[Row], pass_: str, quantity: str, mechanism: str, tokens: int) -> float | None:
+def _growth(rows: Sequence[Row], pass_: str | None, quantity: str, mechanism: str, short: int, long: int) -> Found:
+    over, under = (_value(rows, pass_, quantity, mechanism, tokens) for tokens in (long, short))
+    return None if over is None or not under else (over / under, long)
+
+
+def _value(rows: Sequence[Row], pass_: str | None, quantity: str, mechanism: str, tokens: int) -> float | None:
+    """The value in one row, if it was measured; rows of decoding have no pass."""
     for row in rows:
-        if (row["pass"], row["mechanism"], row["tokens"]) == (pass_, mechanism, tokens):
+        if (row.get("pass"), row["mechanism"], row["tokens"]) == (pass_, mechanism, tokens):
             return row.get(quantity)
     return None

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lln.report.table import Table
-from lln.results import Result
+from lln.results import Result, Row
 
-Row = Mapping[str, Any]
 NOT_TIMED = "Compiled, not timed: a bound is the least time that a GPU could take, not a measurement."
 
 

@@ -1,4 +1,4 @@
-"""What all figures share: Gaussian inputs, a style that everybody can read, a footer, and files that can be compared.
+"""What all figures share: Gaussian inputs, a style for all, a footer, and files that can be compared.
 
 matplotlib is imported when a picture is made, and its global state (settings, backend, pyplot) stays as it was.
 """

@@ -27,15 +27,15 @@ def setting(default: Any, help: str, *, flag: str | None = None) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def parse_options(given: Sequence[str], *, flag: str = "--option") -> dict[str, Any]:
+def parse_options(given: Sequence[str]) -> dict[str, Any]:
     """Options of a mechanism from `name=value`; a value that Python does not read as one is a string."""
     options: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"{flag} takes name=value, as block_size=64; got {text!r}")
+            raise ValueError(f"--option takes name=value, as block_size=64; got {text!r}")
         if name in options:
-            raise ValueError(f"{flag} {name} is given twice")
+            raise ValueError(f"--option {name} is given twice")
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

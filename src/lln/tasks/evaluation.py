@@ -53,7 +53,7 @@ def evaluate(
     loader = DataLoader(Subset(_Plain(data), share), batch_size, collate_fn=collate)
     model.eval()
     totals: dict[str, Any] = {}
-    seen: list[tuple[Any, Any]] = []  # logits and labels
+    predictions: list[tuple[Any, Any]] = []  # logits and labels
     with torch.no_grad():
         for number, batch in enumerate(loader):
             on_batch(number / len(loader))
@@ -65,19 +65,19 @@ def evaluate(
             for name, (total, count) in score(outputs, inputs).items():
                 totals[name] = totals.get(name, 0) + np.array([total, count], dtype=np.float64)
             if measure is not None:
-                seen.append((outputs["logits"].float().cpu().numpy(), inputs["labels"].cpu().numpy()))
+                predictions.append((outputs["logits"].float().cpu().numpy(), inputs["labels"].cpu().numpy()))
     found = {}
     for name, value in totals.items():
         total, count = accelerator.reduce(torch.from_numpy(value).to(accelerator.device)).tolist()
         found[name] = total / count
     if measure is not None:
-        logits, labels = zip(*gather_object(seen), strict=True)
+        logits, labels = zip(*gather_object(predictions), strict=True)
         found |= measure(np.concatenate(logits), np.concatenate(labels))
     return found
 
 
 class _Plain(torch.utils.data.Dataset[Any]):
-    """Examples as they look in epoch 0."""
+    """Examples as they are in epoch 0."""
 
     def __init__(self, examples: Examples) -> None:
         self.examples = examples

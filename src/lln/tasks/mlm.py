@@ -31,8 +31,8 @@ __all__ = ["MlmConfig", "RobertaForMaskedLM", "build_model", "roberta_config", "
 class RobertaForMaskedLM(transformers.RobertaForMaskedLM):  # type: ignore[no-untyped-call]
     """The same model, name and weights; with labels it computes logits of the labelled positions alone.
 
-    The vocabulary makes the last layer the dearest one, and six of seven positions have no label. `logits` is then
-    (labels, vocabulary).
+    The vocabulary makes the last layer the most expensive one, and six of seven positions have no label.
+    `logits` is then (labels, vocabulary).
 
     `seq_idx` (batch, tokens), the number of each token's document, keeps documents apart. Converted models do so by
     themselves; the attention of transformers gets a mask for pairs of tokens.
@@ -98,8 +98,8 @@ def build_model(config: MlmConfig, tokenizer: PreTrainedTokenizerFast) -> Robert
 def start_local(model: RobertaForMaskedLM, scale: float) -> None:
     """Let every token attend to its neighbours from the first step on.
 
-    Which tokens are neighbours is all that a random start must find out before anything else can be learned: millions
-    of tokens go by, in which the loss stays where a bag of words has it. With sinusoids for positions, and queries and
+    From a random start a model must learn which tokens are neighbours before anything else: for millions of tokens the
+    loss stays that of a bag of words. With sinusoids for positions, and queries and
     keys that are nearly what they are made from, near positions have high scores (Trockman and Kolter: Mimetic
     Initialization of Self-Attention Layers). All of it is learned further.
     """

@@ -52,7 +52,7 @@ class MlmConfig(TrainConfig):
     local_start: float = setting(
         0.0,
         "0: positions, queries and keys start at random. Above: so that tokens attend to their neighbours, positions "
-        "as sinusoids, so many times as wide as words, and query and key matrices near the identity.",
+        "as sinusoids, so many times as wide as embeddings of tokens, and query and key matrices near the identity.",
     )
     sequence_parallel: int = setting(
         1,

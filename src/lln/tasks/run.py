@@ -276,7 +276,7 @@ def processes() -> Any:
 
 
 def run_folder(experiment: str, config: TrainConfig) -> Path:
-    """Where a run goes that is given no folder."""
+    """The folder of a run for which none is given."""
     task = getattr(config, "task", None)
     return Path("runs") / f"{experiment}{f'-{task}' if task else ''}-{config.attention}-seed{config.seed}"
 
@@ -293,7 +293,7 @@ def open_run(experiment: str, config: TrainConfig, out: Path | None, *, quiet: b
 
 
 def make_folder(path: Path, option: str) -> None:
-    """Make a folder for results before work begins, and find out whether they can be written."""
+    """Make a folder for results before work begins, and check that they can be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):

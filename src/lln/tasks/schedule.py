@@ -21,7 +21,7 @@ PARENT = "LLN_SCHEDULER"  # environment variable of a job: the process that star
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A job: `lln COMMAND`, and how to find out that it is finished."""
+    """A job: `lln COMMAND`, and how to check that it is finished."""
 
     name: str
     log: Path

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -35,30 +35,7 @@ TOKENIZER_FILES = (
 )
 
 
-class Start(Protocol):
-    """A model to fine-tune."""
-
-    @property
-    def attention(self) -> str:
-        """What it has."""
-
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-
-    @property
-    def length(self) -> int:
-        """The most tokens that it takes."""
-
-    def tokenizer(self) -> PreTrainedTokenizerFast: ...
-
-    def check(self, attention: str, options: Mapping[str, Any]) -> None:
-        """Refuse a mechanism that it cannot be given."""
-
-    def build(self, config: GlueConfig, labels: int) -> PreTrainedModel:
-        """The encoder under a new head, with so many labels; one is a number to predict."""
-
-
-def find_start(folder: str) -> Start:
+def find_start(folder: str) -> "Start":
     """What a folder holds; refuses what is neither a finished pre-training run nor a Hugging Face encoder."""
     if not folder:
         raise ValueError(
@@ -106,16 +83,19 @@ class PretrainingRun:
 
     @property
     def length(self) -> int:
+        """The most tokens that it takes."""
         return self.before.length
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return load_tokenizer(f"{self.folder}/model", None, vocab_size=self.before.vocab_size, data_dir=None)
 
     def check(self, attention: str, options: Mapping[str, Any]) -> None:
+        """Refuse a mechanism that it cannot be given."""
         sizes = {"heads": self.before.heads, "width": self.before.width, "tokens": self.before.length + 2}
         check_attention(attention, options, **sizes)
 
     def build(self, config: GlueConfig, labels: int) -> PreTrainedModel:
+        """The encoder under a new head, with so many labels; one is a number to predict."""
         settings = roberta_config(self.before, self.tokenizer())
         settings.num_labels = labels
         settings.hidden_dropout_prob = config.dropout
@@ -199,6 +179,9 @@ class HuggingFaceModel:
                     lln.hf.convert(model, config.attention, **config.options)
         model.config.problem_type = "regression" if labels == 1 else "single_label_classification"
         return model
+
+
+Start = PretrainingRun | HuggingFaceModel
 
 
 def resolved(config: GlueConfig, start: Start) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def test_published_listops_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["text", "image", "retrieval"])
-def test_what_is_needed_is_said(name, tmp_path):
+def test_errors_name_what_is_needed(name, tmp_path):
     with pytest.raises(ValueError, match=rf"{name} needs data: .*--data-dir.*LLN_DATA.*generated and work without"):
         load(name)
     with pytest.raises(ValueError, match="is missing: expected"):

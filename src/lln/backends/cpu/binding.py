@@ -48,7 +48,7 @@ _forked = False
 
 def _after_fork() -> None:
     global _forked
-    _forked = True  # torch's threads stay behind in the parent: the child works alone
+    _forked = True  # torch's threads exist in the parent alone: the child has one thread
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -209,7 +209,7 @@ def _keep(made: Path, folder: Path, prefix: str) -> Path:
 
 
 def cpu_flags() -> set[str]:
-    """What the CPU can do, in the words of Linux; empty where that is not known, which gives the portable flavour."""
+    """What the CPU can do, as Linux names it; empty where that is not known, which gives the portable flavour."""
     info = Path("/proc/cpuinfo")
     if platform.machine() not in ("x86_64", "AMD64") or not info.exists():
         return set()

@@ -9,7 +9,7 @@ FLAGS = [
     "-pthread",
     "-fvisibility=hidden",
 ]
-# What the compiler may use for each level of the x86-64 psABI, in the words of Linux. A virtual machine can hide any.
+# What the compiler may use for each level of the x86-64 psABI, as Linux names it. A virtual machine can hide any.
 LEVEL_2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}
 LEVEL_3 = LEVEL_2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 LEVEL_4 = LEVEL_3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}

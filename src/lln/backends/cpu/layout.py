@@ -81,7 +81,7 @@ def format_of(kind: Any) -> str:
 
 
 def difference(library: ctypes.CDLL) -> str | None:
-    """What a library and this file do not agree about; None if there is nothing."""
+    """What differs between a library and this file; None if nothing does."""
     try:
         address = ctypes.addressof(_Fact.in_dll(library, "lln_facts"))
     except ValueError:

@@ -2,7 +2,7 @@
 
 Autograd keeps every intermediate result until the backward pass, which for linear attention is many times its inputs.
 An `Attention` has a backward pass of its own, which computes them again piece by piece. Where that one does not
-apply (gradients of gradients, forward-mode derivatives, torch.func, torch.compile, which has a plan of its own), its
+apply (gradients of gradients, forward-mode derivatives, torch.func, torch.compile, which recomputes by itself), its
 `traced` form runs: the same mathematics in operations that may all be differentiated, batched or traced.
 """
 

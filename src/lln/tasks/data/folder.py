@@ -1,4 +1,4 @@
-"""Where data lies, and where what was made from it is kept.
+"""Where data is, and where what was made from it is kept.
 
 Data is only ever read. Everything derived from it (a trained tokenizer, packed tokens, decoded images) is a single file
 in the cache, named by the contents it was made from, written under another name first and moved into place, with its
@@ -60,12 +60,12 @@ def file_digest(path: Path) -> str:
 
 
 def hashed_share(key: str) -> float:
-    """A number in [0, 1) that depends on `key` alone: who is held out for validation must not depend on the others."""
+    """A number in [0, 1) that depends on `key` alone: what is held out for validation must not depend on the rest."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") / 2**64
 
 
 def cached_file(name: str, make: Callable[[Path], None]) -> Path:
-    """The file `name` of the cache, whole: as it lies there, or written by `make(path)` to the path that it is given.
+    """The file `name` of the cache, whole: as it is there, or written by `make(path)` to the path that it is given.
 
     `make` must write the same bytes each time, so that two processes which make a file at the same time do no harm.
     """

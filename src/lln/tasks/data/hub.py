@@ -16,7 +16,7 @@ def from_folder(path: Path) -> Splits:
         if any((path / name).is_file() for name in saved):
             return _splits(datasets.load_from_disk(str(path)))
         return _splits(datasets.load_dataset(str(path), cache_dir=str(cache_dir() / "datasets")))
-    except Exception as error:  # whatever its readers raise: the user must learn which folder it was
+    except Exception as error:  # whatever its readers raise, the message names the folder
         raise ValueError(f"{path} cannot be read as a Hugging Face data set: {_first_line(error)}") from error
 
 

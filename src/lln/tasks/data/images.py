@@ -95,7 +95,7 @@ def generated_images(*, size: int, count: int, classes: int = 2, seed: int, spli
 def augment(image: Array, rng: np.random.Generator) -> Array:
     """One image (H, W, 3), mirrored by chance and moved by up to an eighth, its border reflected.
 
-    With `rng = draws(seed, epoch, index)` an example looks alike in a resumed run and on any number of processes.
+    With `rng = draws(seed, epoch, index)` an example is the same in a resumed run and on any number of processes.
     """
     height, width = image.shape[:2]
     down, right = (int(rng.integers(-(side // 8), side // 8 + 1)) for side in (height, width))

@@ -43,12 +43,12 @@ def read_jsonl(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> Ite
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); expected {_wanted(fields)}") from error
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); expected {_expected(fields)}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: a JSON {type(row).__name__}; expected {_wanted(fields)}")
+            raise ValueError(f"{path}, line {number}: a JSON {type(row).__name__}; expected {_expected(fields)}")
         for name, kind in fields.items():
             if name not in row:
-                raise ValueError(f"{path}, line {number}: no {name!r} in {sorted(row)}; expected {_wanted(fields)}")
+                raise ValueError(f"{path}, line {number}: no {name!r} in {sorted(row)}; expected {_expected(fields)}")
             if not isinstance(row[name], kind) or isinstance(row[name], bool):
                 found = type(row[name]).__name__
                 raise ValueError(f"{path}, line {number}: {name!r} is a {found}; expected {_kind(kind)}")
@@ -88,7 +88,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _wanted(fields: Mapping[str, type | tuple[type, ...]]) -> str:
+def _expected(fields: Mapping[str, type | tuple[type, ...]]) -> str:
     return "an object with " + ", ".join(f"{name} ({_kind(kind)})" for name, kind in fields.items())
 
 

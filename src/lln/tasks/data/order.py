@@ -23,7 +23,7 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def example(self, index: int, epoch: int) -> Any:
-        """Example `index` as it looks in `epoch`: masked, augmented, or always the same."""
+        """Example `index` as it is in `epoch`: masked, augmented, or always the same."""
 
 
 class Unrolled(torch.utils.data.Dataset[Any]):

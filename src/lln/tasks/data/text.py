@@ -17,7 +17,7 @@ from lln.tasks.data.folder import hashed_share, require
 from lln.tasks.data.lines import read_jsonl, read_lines
 
 Split = Literal["train", "validation"]
-Keyed = Iterator[tuple[str, str]]  # what decides over a document's side, and the document
+Keyed = Iterator[tuple[str, str]]  # what determines a document's side, and the document
 
 HELD_OUT = 0.03
 NAMED = ("stdlib", "wikitext-2", "wikipedia")
@@ -105,13 +105,13 @@ def _stdlib(split: Split) -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
     names = []
     for folder, below, files in os.walk(root):
-        below[:] = set(below) - NOT_TEXT  # never walks through installed packages
+        below[:] = set(below) - NOT_TEXT  # installed packages are not read
         names += [Path(folder, file).relative_to(root).as_posix() for file in files if file.endswith(".py")]
     if not names:
         raise ValueError(f"this Python has no source of its standard library in {root}: choose another text source")
     for name in sorted(names):
         if _on_side(split, name):
-            with tokenize.open(root / name) as file:  # obeys the coding line
+            with tokenize.open(root / name) as file:  # in the encoding that the file declares
                 yield file.read()
 
 

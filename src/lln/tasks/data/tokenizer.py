@@ -5,9 +5,7 @@ for words it left out, is read as the special token.
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,7 @@ def load_tokenizer(
         raise ValueError(f"unknown tokenizer {name!r}: expected 'trained', 'roberta-bpe' or a folder with a saved one")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # whatever its readers raise: the user must learn which folder it was
+    except Exception as error:  # whatever its readers raise, the message names the folder
         raise ValueError(f"{folder} holds no tokenizer that can be read: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"{folder} holds a {type(tokenizer).__name__}: expected a fast tokenizer (tokenizer.json)")
@@ -161,11 +159,19 @@ def _trained(documents: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFa
             vocab_size=vocab_size,
             special_tokens=list(SPECIAL),
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=sys.stderr.isatty(),
+            show_progress=False,  # ours is shown
         )
         learned = Tokenizer(models.BPE())
         learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        learned.train_from_iterator(islice(documents, 0, None, max(step, 1)), trainer)
+        chosen = documents[:: max(step, 1)]
+        with Progress("learning a vocabulary", len(chosen)) as bar:
+
+            def read() -> Iterator[str]:
+                for document in chosen:
+                    yield document
+                    bar.advance()
+
+            learned.train_from_iterator(read(), trainer)
         path.write_text(learned.to_str(), encoding="utf-8")
 
     path = cached_file(f"bpe-{vocab_size}-{key[:32]}.json", write)

@@ -68,7 +68,7 @@ def in_blocks(
                         bar.advance()
                 except BrokenProcessPool as error:
                     raise RuntimeError(
-                        f"a process that was making {name} died. A script that generates data must do so under "
+                        f"a process that was making {name} ended. A script that generates data must do so under "
                         "`if __name__ == '__main__':`, because the processes import it"
                     ) from error
     return {key: np.concatenate([made[key] for made in blocks]) for key in blocks[0]}

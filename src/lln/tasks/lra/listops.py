@@ -46,7 +46,7 @@ _FUNCTIONS = tuple(OPERATORS.values())
 
 
 def encode(expression: str) -> bytes:
-    """The symbols of an expression as numbers; parentheses are skipped, nothing else is known but `SYMBOLS`."""
+    """The symbols of an expression as numbers; parentheses are skipped, all else must be in `SYMBOLS`."""
     return bytes(number for number, _ in _scan(expression))
 
 

@@ -62,7 +62,7 @@ class Article:
 
 
 def read_articles(path: Path) -> dict[str, list[Article]]:
-    """The articles that are long enough, by split; an article's number alone decides on its split."""
+    """The articles that are long enough, by split; an article's split depends on its number alone."""
     splits: dict[str, list[Article]] = {"train": [], "valid": [], "test": []}
     for _, row in read_jsonl(path, {"id": int, "text": str}):
         article = Article(row["id"], row["text"].encode())

@@ -75,7 +75,7 @@ void sum_keys_backward(const Plan *plan, long b, long key_head, long first, long
     FormKeys tile = {.row = k_row};
     if (has_form(job)) {
         tile.shares = take(&scratch, TILE * k_row);
-        for (long i = 0; i < groups * D; i++) /* as `share_form_keys` finds out */
+        for (long i = 0; i < groups * D; i++) /* as in `share_form_keys` */
             if (mass_of(job, b, key_head * groups + i / D)[i % D] != mass_of(job, b, key_head * groups + i / D)[0]) {
                 tile.logs = take(&scratch, TILE * k_row);
                 break;
