@@ -286,7 +286,7 @@ class Comparison:
         convert(self.network.eval(), "lln")  # refuses what is not plain softmax attention
         modules = attention_modules(self.network)
         self.layers = {name: module for name, module in modules.items() if not module.stays_softmax}
-        self.is_causal = any(module.sees_only_the_past for module in self.layers.values())
+        self.is_causal = any(module.attends_causally for module in self.layers.values())
         if loss and not self.is_causal:
             raise ValueError(f"{model} is not causal, so it has no loss of the next token; leave --loss out")
         if calibration is not None and not self.is_causal:

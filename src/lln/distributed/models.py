@@ -175,7 +175,7 @@ class _Parts:
         self.handles: list[Any] = []
         self.forward = inspect.signature(model.forward)
         self.names = self.forward.parameters.keys()
-        self.is_causal = any(getattr(x, "sees_only_the_past", False) for x in model.modules())
+        self.is_causal = any(getattr(x, "attends_causally", False) for x in model.modules())
         # Parts that are whole blocks need no halo.
         self.unit = math.lcm(*(getattr(x, "block_size", 1) for x in mechanisms))
         self.loss: tuple[Tensor, Any] | None = None

@@ -185,7 +185,7 @@ def _is_causal(module: nn.Module, given: bool | None, attention_mask: Any, query
 
     As in transformers, `is_causal=` of a call counts where there is no mask; some modules pass False beside a mask.
     """
-    decided = getattr(module, "sees_only_the_past", getattr(module, "is_causal", given))
+    decided = getattr(module, "attends_causally", getattr(module, "is_causal", given))
     if decided is None:
         raise ValueError(f"{type(module).__name__} has no attribute is_causal; convert the model with lln.hf.convert")
     if getattr(getattr(module, "config", None), "is_causal", None) is False:  # makes a decoder bidirectional

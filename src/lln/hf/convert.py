@@ -98,7 +98,7 @@ def convert(
         module.stays_softmax = name in elsewhere
         if name in elsewhere:
             continue
-        module.mechanism, module.sees_only_the_past = mechanisms[name], causal[name]
+        module.mechanism, module.attends_causally = mechanisms[name], causal[name]
         if has_state(mechanisms[name]) and causal[name]:
             module.max_rollback = max_rollback or MAX_ROLLBACK
             module.register_forward_pre_hook(set_state_layer, with_kwargs=True)
@@ -313,7 +313,7 @@ def _is_cross_attention(name: str, module: Any) -> bool:
 def _clean(model: PreTrainedModel, modules: dict[str, Any]) -> None:
     """Take away all that an earlier conversion left."""
     for module in modules.values():
-        for attribute in ("mechanism", "stays_softmax", "current_state_layer", "sees_only_the_past", "max_rollback"):
+        for attribute in ("mechanism", "stays_softmax", "current_state_layer", "attends_causally", "max_rollback"):
             if hasattr(module, attribute):
                 delattr(module, attribute)
     for module in (*_models(model), *modules.values()):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from lln.tasks.config import Settings, setting
 from lln.zoo.registry import check_options
 
-# What a mechanism gets unless it is told otherwise.
+# The options of a mechanism where none are given.
 BEST: dict[str, dict[str, Any]] = {
     "lln": {"statistics": "learned", "form": "decomposed", "projection": True, "signed": True},
     "lln_diag": {

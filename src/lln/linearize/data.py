@@ -214,7 +214,7 @@ class ImageSource:
             raise ValueError("there must be images to learn from and others to measure on")
         self._images, self._held_out, self._size, self._calibration = images, held_out, batch, calibration
         self._seed = seed
-        self.lengths: tuple[int, ...] = (0,)  # all images have the same number of tokens, which the model knows
+        self.lengths: tuple[int, ...] = (0,)  # all images have as many tokens as the model takes
 
     def batch(self, stage: str, step: int) -> Batch:
         chance = draws(self._seed, 1 + STAGES.index(stage), step)

@@ -125,7 +125,7 @@ def linearize(
     attentions = converted_modules(teacher).values()
     options = config.all_options(
         max(module.mechanism.head_dim for module in attentions),
-        is_causal=any(module.sees_only_the_past for module in attentions),
+        is_causal=any(module.attends_causally for module in attentions),
     )
     if like is not None:
         check_versions(model, like, config.attention, options)
@@ -264,10 +264,10 @@ def _run(work: Linearizer, run: RunFolder, *, quiet: bool) -> dict[str, Any]:
         try:
             cost = layer_cost(
                 work.config.attention,
-                work.config.all_options(module.mechanism.head_dim, is_causal=module.sees_only_the_past),
+                work.config.all_options(module.mechanism.head_dim, is_causal=module.attends_causally),
                 heads=module.mechanism.num_heads,
                 head_dim=module.mechanism.head_dim,
-                is_causal=module.sees_only_the_past,
+                is_causal=module.attends_causally,
                 lengths=lengths,
                 on_length=lambda: display.step(next(done)),
             )

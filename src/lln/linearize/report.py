@@ -122,7 +122,7 @@ def page(report: dict[str, Any]) -> str:
     for title, text, rows in sections(report):
         parts += [f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(text)}</p>", _html_table(rows)]
     parts.append(
-        "<h2>Heads</h2><p>Layers are rows, heads are columns; on what each layer of the softmax model sees of a "
+        "<h2>Heads</h2><p>Layers are rows, heads are columns; on what each layer of the softmax model is given for a "
         "held-out passage of up to 512 tokens.</p>"
     )
     if report.get("heads_page"):

@@ -82,7 +82,7 @@ class Linearizer:
         modules = converted_modules(student)
         self.mechanisms: dict[str, Mechanism] = {name: module.mechanism for name, module in modules.items()}
         self.is_language_model = getattr(student, "lm_head", None) is not None and any(
-            module.sees_only_the_past for module in modules.values()
+            module.attends_causally for module in modules.values()
         )
         self.is_classifier = is_classifier(teacher)
 
