@@ -14,7 +14,7 @@ from lln.linearize.config import LinearizeConfig
 from lln.paper import table, table1_methods
 from lln.paper import table1 as report
 from lln.paper.jobs import Request
-from lln.paper.table1_methods import BATCH_TOKENS, GENERAL, METHODS, SEVEN, TASK_STEPS, Cell, cells, learned_tokens
+from lln.paper.table1_methods import ALL_STEPS, METHODS, SCHEDULES, SEVEN, Cell, cells
 from lln.paper.table1_runs import chosen_cells, reproduce_table_1
 from lln.results import Result, read_results, write_results
 from lln.tasks import schedule
@@ -35,18 +35,19 @@ def test_the_plan():
     assert "imdb" not in {cell.task for cell in first}
 
 
-def test_every_method_has_the_same_number_of_steps():
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_every_method_has_the_same_number_of_steps(schedule):
+    steps = schedule.steps
     for method in METHODS:
         if method != "softmax":
-            assert sum(METHODS[method].stage_steps(GENERAL).values()) == sum(GENERAL.values())
-    assert METHODS["lln_diag_ours"].stage_steps(GENERAL) == GENERAL
+            assert sum(METHODS[method].stage_steps(steps).values()) == ALL_STEPS
+    assert METHODS["lln_diag_ours"].stage_steps(steps) == steps
     for method in ("elu", "lln", "lln_diag", "performer"):  # nothing to align or join
-        assert METHODS[method].stage_steps(GENERAL)["distil"] == sum(GENERAL.values())
+        assert METHODS[method].stage_steps(steps)["distil"] == ALL_STEPS
     for method in ("lln_ours", "hedgehog"):  # nothing to join
-        found = METHODS[method].stage_steps(GENERAL)
-        assert found == {**GENERAL, "join": 0, "distil": GENERAL["distil"] + GENERAL["join"]}
-    every = sum(GENERAL.values()) + TASK_STEPS
-    assert {learned_tokens(x)["tokens"] for x in METHODS if x != "softmax"} == {every * BATCH_TOKENS}
+        found = METHODS[method].stage_steps(steps)
+        last = "distil" if steps["distil"] else "align"
+        assert found == {**steps, "join": 0, last: steps[last] + steps["join"]}
 
 
 def test_the_papers_forms_leave_out_what_linearize_adds():
@@ -74,7 +75,7 @@ class Child:
 
     started: ClassVar[list[list[str]]] = []
     fails: ClassVar[set[str]] = set()
-    divergence: ClassVar[dict[float, float]] = {3e-5: 0.2, 1e-4: 0.1}
+    divergence: ClassVar[dict[float, float]] = {3e-5: 0.2, 3e-4: 0.1}
 
     def __init__(self, command, **options):
         folder = Path(command[command.index("--out") + 1])
@@ -87,22 +88,15 @@ class Child:
         flags = dict(pairwise(command))
         if command[3] == "linearize":
             assert (Path(command[4]) / "config.json").exists()
-            assert "--like" not in flags or (Path(flags["--like"]) / "report.json").exists()
             rate = float(flags["--distil-rate"])
             (folder / "work").mkdir(parents=True)
             (folder / "work" / "summary.json").write_text('{"finished": true}')
             settings = {f"{stage}_steps": int(flags[f"--{stage}-steps"]) for stage in ("align", "join", "distil")}
-            settings |= {"options": {"a": 1}, "distil_rate": rate}
+            settings |= {"batch_tokens": 2048, "options": {"a": 1}, "distil_rate": rate}
             kept = {"distil": [{"cosine": 0.9, "divergence": Child.divergence[rate], "length": 128}]}
             scores = {f"softmax_{name}": value for name, value in METRICS.items()}
             scores |= {f"linear_{name}": value - 0.1 for name, value in METRICS.items()}
-            found = {
-                "origin": {"model": command[4]},
-                "settings": settings,
-                "kept": kept,
-                "ablation": [],
-                "data": {"training_examples": 9},
-            }
+            found = {"settings": settings, "kept": kept, "ablation": [], "data": {"training_examples": 9}}
             (folder / "report.json").write_text(json.dumps(found | {"labelled": scores | {"examples": 5}} | origin))
             return
         (folder / "model").mkdir(parents=True)
@@ -161,58 +155,48 @@ def test_runs_become_lines(child, places, capsys):
     assert softmax["metrics"] == elu["softmax"] == {"accuracy": 0.5}
     assert elu["metrics"] == {"accuracy": 0.4}
     assert "linearize" not in softmax
-    assert elu["linearize"] == learned_tokens("elu")
+    steps = {"align_steps": 0, "join_steps": 0, "distil_steps": ALL_STEPS}
+    assert elu["linearize"] == steps | {"tokens": ALL_STEPS * 2048}
+    assert elu["schedule"] == "align"
     assert elu["kept"] == {"cosine": 0.9, "divergence": 0.1}
     assert {"options", "train_examples", "eval_examples", "commit", "machine"} <= elu.keys()
     assert {"learning_rate", "epochs", "seconds", "steps"} <= softmax.keys()
     assert str(places["runs"].parent) not in json.dumps(found)
-    assert "lln linearize runs/table1/softmax-rte-seed0/model --like runs/table1/elu-general" in elu["command"]
+    assert "lln linearize runs/table1/softmax-rte-seed0/model --attention elu" in elu["command"]
     assert "--data-dir DATA" in elu["command"]
     assert "jobs to go, about" in capsys.readouterr().err
     # The folder that other methods start from is kept.
     assert (places["runs"] / "table1" / "softmax-rte-seed0").exists()
-    assert (places["runs"] / "table1" / "elu-general").exists()
     assert not (places["runs"] / "table1" / "elu-rte-seed0").exists()
 
 
-def test_the_better_of_two_rates_is_chosen_on_held_out_training_examples(child, places):
+def test_the_better_of_two_schedules_is_chosen_on_held_out_training_examples(child, places):
     run(places, methods=["elu"], tasks=["rte"], seeds=[0])
     assert names(child) == [
         "softmax-rte-seed0",
         "softmax-qnli-seed0",
-        "elu-general",
-        "try-elu-3e-05",
-        "try-elu-0.0001",
+        "try-elu-align",
+        "try-elu-distil",
         "elu-rte-seed0",
     ]
-    trials, final = child.started[3:5], child.started[5]
+    trials, final = child.started[2:4], child.started[4]
     assert all("--hold-out" in command for command in trials)
     assert "--hold-out" not in final
-    assert final[final.index("--distil-rate") + 1] == "0.0001"
-    assert final[final.index("--distil-feature-rate") + 1] == "0.001"
-    assert lines(places)[-1]["trials"] == {"0.0001": 0.1, "3e-05": 0.2}
-    assert lines(places)[-1]["learning_rate"] == 1e-4
-
-
-def test_the_general_model_of_another_budget_is_refused(child, places):
-    run(places, methods=["elu"], tasks=["rte"], seeds=[0])
-    report = places["runs"] / "table1" / "elu-general" / "report.json"
-    report.write_text(report.read_text().replace(f'"distil_steps": {sum(GENERAL.values())}', '"distil_steps": 5'))
-    with pytest.raises(ValueError, match="elu-general was made from another model or with other steps"):
-        run(places, methods=["elu"], tasks=["rte"], seeds=[1])
+    assert final[final.index("--distil-rate") + 1] == "0.0003"
+    assert final[final.index("--distil-feature-rate") + 1] == "0.003"
+    assert lines(places)[-1]["trials"] == {"align": 0.1, "distil": 0.2}
+    assert lines(places)[-1]["learning_rate"] == 3e-4
 
 
 def test_all_methods_learn_from_what_the_model_was_fine_tuned_on(child, places):
     run(places | {"data_dir": None}, methods=["elu", "lln_diag"], tasks=["sst2", "imdb"], seeds=[0])
     for command in child.started:
         flags = dict(pairwise(command))
-        task = flags.get("--task")
-        if "--like" in flags:
+        task = flags["--task"]
+        if command[0] == "linearize":
             assert int(flags["--examples"]) == PRETRAINED[task]["train_examples"]
             assert flags["--length"] == ("512" if task == "imdb" else "128")
-            assert flags.get("--eval-examples") == (
-                "1000" if task == "imdb" else "400" if "--hold-out" in command else None
-            )
+            assert flags.get("--eval-examples") == ("1000" if task == "imdb" else None)
 
 
 def test_what_is_recorded_is_not_run_again(child, places, capsys):
@@ -230,8 +214,8 @@ def test_without_the_folders_models_are_fine_tuned_again_and_rates_kept(child, p
     run(places, methods=["elu"], tasks=["rte"], seeds=[0])
     before = len(child.started)
     run(places | {"runs": places["runs"].parent / "others"}, methods=["elu"], tasks=["rte"], seeds=[1])
-    assert names(child)[before:] == ["softmax-rte-seed1", "elu-general", "elu-rte-seed1"]
-    assert "0.0001" in child.started[-1]
+    assert names(child)[before:] == ["softmax-rte-seed1", "elu-rte-seed1"]
+    assert "0.0003" in child.started[-1]
 
 
 def test_runs_from_another_model_or_with_other_steps_are_not_mixed(child, places):
@@ -242,7 +226,7 @@ def test_runs_from_another_model_or_with_other_steps_are_not_mixed(child, places
     (places["runs"].parent / "other").rename(places["runs"].parent / "model")
     path = places["results"] / "table1.jsonl"
     *_, last = read_results(path, made_by="a test").values()
-    settings = {**last.settings, "linearize": last.settings["linearize"] | {"task_steps": 7}}
+    settings = {**last.settings, "linearize": last.settings["linearize"] | {"distil_steps": 7}}
     write_results(path, [replace(last, settings=settings)])
     with pytest.raises(ValueError, match=r"holds a run of elu that was made linear in other steps"):
         run(places, methods=["softmax"], tasks=["rte"])

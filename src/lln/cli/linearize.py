@@ -25,7 +25,6 @@ def add_command(app: typer.Typer) -> None:
         pairs: Path | None,
         task: str | None,
         hold_out: bool,
-        like: Path | None,
         preset: str,
         out: Path | None,
         data_dir: Path | None,
@@ -43,7 +42,7 @@ def add_command(app: typer.Typer) -> None:
         if record is not None:
             check_writable(record)
         sources: dict[str, Any] = {"text": text, "images": images, "pairs": pairs, "task": task}
-        sources |= {"hold_out": hold_out, "like": like, "data_dir": data_dir}
+        sources |= {"hold_out": hold_out, "data_dir": data_dir}
         found = run(model, out, config, **sources, quiet=quiet, warn=errors.print)
         if record is not None:
             calibrated = "-calibrated" if config.steps == 0 else ""  # as `lln reproduce linearized` names its runs
@@ -55,10 +54,6 @@ def add_command(app: typer.Typer) -> None:
         "Learn from the training examples of this GLUE task, or imdb, that MODEL was fine-tuned on; without labels."
     )
     part = "With --task: measure on a tenth of the training examples, held out, and not on the validation examples."
-    start = (
-        "Folder of this command with a linear version of the model that MODEL was fine-tuned from: begin with what has "
-        "made that one linear, and distil alone."
-    )
     folder = typer.Argument(help="Folder or hub name of the model.")
     parameters = [
         parameter("model", str, inspect.Parameter.empty, folder),
@@ -67,7 +62,6 @@ def add_command(app: typer.Typer) -> None:
         parameter("pairs", Path | None, None, typer.Option(help=scored)),
         parameter("task", str | None, None, typer.Option(help=examples)),
         parameter("hold_out", bool, False, typer.Option("--hold-out", help=part)),
-        parameter("like", Path | None, None, typer.Option(help=start)),
         *settings_parameters(LinearizeConfig),
         parameter("record", Path | None, None, typer.Option(help="Add what was kept to this result file (.jsonl).")),
     ]

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrain
 
 from lln.linearize.config import LinearizeConfig
 from lln.linearize.linear import Linearized, check_model, linearize
-from lln.linearize.transfer import read_versions
 from lln.tasks.data.folder import data_dir as find_data
 from lln.tasks.data.folder import require
 from lln.tasks.data.glue import read_glue
@@ -32,7 +31,6 @@ def run(
     pairs: Path | None = None,
     task: str | None = None,
     hold_out: bool = False,
-    like: Path | None = None,
     data_dir: Path | None = None,
     quiet: bool = False,
     warn: Callable[[str], None] = print,
@@ -44,8 +42,6 @@ def run(
         raise ValueError(
             "--hold-out, --examples and --eval-examples are of the examples of a --task; name it, or leave them out"
         )
-    versions = None if like is None else read_versions(like)
-    was_like = {} if like is None else {"like": str(like)}
     is_vision = getattr(network, "main_input_name", "") == "pixel_values"
     if is_vision:
         if pairs is not None or task is not None:
@@ -57,10 +53,9 @@ def run(
             network,
             processor,
             read_images(images, processor),
-            like=versions,
             out=out,
             config=config,
-            origin={"model": model, "images": str(images)} | was_like,
+            origin={"model": model, "images": str(images)},
             quiet=quiet,
         )
     if images is not None:
@@ -76,10 +71,9 @@ def run(
             rows,
             held_out=None if hold_out else read_glue(task, "validation", find_data(data_dir)),
             pairs=None if pairs is None else read_pairs(pairs),
-            like=versions,
             out=out,
             config=config,
-            origin={"model": model, "task": task} | was_like,
+            origin={"model": model, "task": task},
             quiet=quiet,
         )
     source = str(text) if text is not None else default_source(find_data(data_dir))
@@ -95,10 +89,9 @@ def run(
         documents,
         held_out=held_out or None,
         pairs=None if pairs is None else read_pairs(pairs),
-        like=versions,
         out=out,
         config=config,
-        origin={"model": model, "text": source} | was_like,
+        origin={"model": model, "text": source},
         quiet=quiet,
     )
 

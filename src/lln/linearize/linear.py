@@ -1,7 +1,6 @@
 """`linearize`: the stages, in a folder that a later call continues, and the report of what was kept."""
 
 import copy
-import dataclasses
 import math
 import shutil
 import tempfile
@@ -28,7 +27,6 @@ from lln.linearize.report import write_report
 from lln.linearize.sources import make_source
 from lln.linearize.stages import DivergedError, Linearizer, train
 from lln.linearize.teacher import converted_modules, make_teacher
-from lln.linearize.transfer import Versions, check_versions, transfer
 from lln.provenance import read_json
 from lln.report.heads_page import write_heads_page
 from lln.results import Result
@@ -58,7 +56,6 @@ def linearize(
     *,
     held_out: Sequence[str] | Tensor | Dataset | None = None,
     pairs: Pairs | None = None,
-    like: Versions | None = None,
     out: str | Path | None = None,
     config: LinearizeConfig | None = None,
     origin: Mapping[str, Any] | None = None,
@@ -75,8 +72,6 @@ def linearize(
         held_out: documents, images or examples that are only measured on; left out, a part of `texts` chosen by hash.
         pairs: labelled data of an encoder, (sentence, sentence, score): the report says how well the cosines of both
             models follow the scores. Nothing is learned from them.
-        like: a linear model and the one that it was made from, of which `model` is a fine-tuned version. What has made
-            the one linear is the start of the other in place of the first three stages.
         out: a folder for the model, its report (report.html, report.md, report.json) and, until it is finished, what
             a later call with the same arguments continues from. Left out, nothing is kept on disk.
         config: settings, see `LinearizeConfig`; left out, the preset "laptop".
@@ -106,14 +101,11 @@ def linearize(
                 texts,
                 held_out=held_out,
                 pairs=pairs,
-                like=like,
                 out=folder,
                 config=config,
                 origin=origin,
                 quiet=quiet,
             )
-    if like is not None:
-        config = dataclasses.replace(config, align_steps=0, join_steps=0)
     place = Path(out)
     check_folder(place)
     if model.dtype != torch.float32:
@@ -127,23 +119,19 @@ def linearize(
         max(module.mechanism.head_dim for module in attentions),
         is_causal=any(module.attends_causally for module in attentions),
     )
-    if like is not None:
-        check_versions(model, like, config.attention, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # some mechanisms draw their features, and LoRA its matrices
         student = convert(copy.deepcopy(model), config.attention, **options)
         trainable = {name: parameter.requires_grad for name, parameter in student.named_parameters()}
         adapters = add_lora(student, config.lora_rank) if config.lora_rank else None
     student.train(False)
-    if like is not None:
-        transfer(student, like)
-    began_with = source.fingerprint() | fingerprint(model, pairs, like)
+    began_with = source.fingerprint() | fingerprint(model, pairs)
     with RunFolder(place / WORK, {"experiment": "linearize"} | config.settings(), quiet=quiet) as run:
         run.check_data(began_with)
         if run.summary is not None:
             run.print(f"{place} is finished: nothing to do.")
             return Linearized(from_pretrained(place, type(model)), read_json(place / "report.json", "remove it"))
-        work = Linearizer(student, teacher, source, config, is_calibrated=like is not None)
+        work = Linearizer(student, teacher, source, config)
         try:
             report = _run(work, run, quiet=quiet)
         except DivergedError:
@@ -213,15 +201,10 @@ def check_pairs(pairs: Pairs, tokenizer: PreTrainedTokenizerBase | None, *, take
         raise ValueError("pairs are measured in batches, and the tokenizer has no token for padding; give it one")
 
 
-def fingerprint(model: PreTrainedModel, pairs: Pairs | None, like: Versions | None) -> dict[str, Any]:
+def fingerprint(model: PreTrainedModel, pairs: Pairs | None) -> dict[str, Any]:
     """What a run begins with beside its settings and its text."""
-    models = {"model": model} | ({} if like is None else {"linear": like[0], "base": like[1]})
-    found = {
-        f"{name}_digest": digest(
-            x.detach().cpu().contiguous().numpy().tobytes() for x in network.state_dict().values()
-        )[:16]
-        for name, network in models.items()
-    }
+    tensors = model.state_dict().values()
+    found = {"model_digest": digest(x.detach().cpu().contiguous().numpy().tobytes() for x in tensors)[:16]}
     return found | ({} if pairs is None else {"pairs_digest": digest(map(repr, pairs))[:16]})
 
 

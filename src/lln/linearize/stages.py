@@ -68,17 +68,9 @@ class Linearizer:
     """A student that is made to imitate a teacher, stage by stage."""
 
     def __init__(
-        self,
-        student: PreTrainedModel,
-        teacher: PreTrainedModel,
-        source: Source,
-        config: LinearizeConfig,
-        *,
-        is_calibrated: bool = False,
+        self, student: PreTrainedModel, teacher: PreTrainedModel, source: Source, config: LinearizeConfig
     ) -> None:
-        """`is_calibrated`: the student's mechanisms are those of another linear model, and stay as they are."""
         self.student, self.teacher, self.source, self.config = student, teacher, source, config
-        self.is_calibrated = is_calibrated
         modules = converted_modules(student)
         self.mechanisms: dict[str, Mechanism] = {name: module.mechanism for name, module in modules.items()}
         self.is_language_model = getattr(student, "lm_head", None) is not None and any(
@@ -238,8 +230,6 @@ def train(
         run.cut(done)
         run.note_continued(done)
         run.print(f"Continuing {run.path} from step {done} of {total}.")
-    elif work.is_calibrated:
-        run.save_checkpoint(0, {"model.safetensors": weights(work.student)}, keep=2)
     else:
         display = Display("calibrate", len(work.mechanisms), 0, quiet=quiet)
         layers = iter(range(1, len(work.mechanisms) + 1))
@@ -249,8 +239,8 @@ def train(
             display.close()
         run.save_checkpoint(0, {"model.safetensors": weights(work.student)}, keep=2)
     if done == 0:
-        after_stage("transfer" if work.is_calibrated else "calibrate")
-        if stages and not work.is_calibrated:
+        after_stage("calibrate")
+        if stages:
             work.begin()
     first = 0
     for stage in stages:

@@ -1,11 +1,10 @@
 """`lln reproduce table1`: the paper's table 1 from a pretrained model, fine-tuned and then made linear by each method.
 
-Stage zero, once for each method: `lln linearize` turns the pretrained model linear on general text. Stage one, for each
-task: `lln train glue` fine-tunes the pretrained model with its softmax attention. Stage two: `lln linearize --like`
-adds what stage zero changed to the fine-tuned model and distils it on the examples that it was fine-tuned on, without
-their labels. All methods have the same numbers of steps and tokens; each has the better of two rates in stage two, by
-what is kept of the predictions on held-out training examples of one task. Every finished model is a line of
-RESULTS/table1.jsonl. Important runs come first, so that a reproduction that is stopped has a table already.
+Stage one, for each task: `lln train glue` fine-tunes the model with its softmax attention. Stage two, for each method:
+`lln linearize` turns the fine-tuned model linear on the examples that it was fine-tuned on, without their labels, with
+the same number of steps and tokens. Of two schedules each method has the one that keeps more of the predictions on
+held-out training examples of one task. Every finished model is a line of RESULTS/table1.jsonl. Important runs come
+first, so that a reproduction that is stopped has a table already.
 """
 
 import shutil
@@ -17,24 +16,18 @@ from typing import Any
 from lln.paper.jobs import Request
 from lln.paper.table1 import Line, read_lines
 from lln.paper.table1_methods import (
-    GENERAL,
-    GENERAL_FLAGS,
     LINEARIZE,
     METHODS,
     OF_THE_PAPER,
-    RATES,
     REMAKE,
+    SCHEDULES,
     SEVEN,
-    TASK_STEPS,
     TRIAL_EXAMPLES,
-    TRIAL_STEPS,
     TRIAL_TASK,
     Cell,
     Clock,
     cells,
     fine_tuning_cost,
-    general_cost,
-    learned_tokens,
     linearizing_cost,
     seconds_of_a_token,
 )
@@ -107,14 +100,14 @@ def check_data(waiting: Sequence[Cell], data: Path) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A method with one rate, judged on held-out training examples of one task."""
+    """A method with one schedule, judged on held-out training examples of one task."""
 
     method: str
-    rate: float
+    schedule: str
 
     @property
     def name(self) -> str:
-        return f"try-{self.method}-{self.rate:g}"
+        return f"try-{self.method}-{self.schedule}"
 
     @property
     def cell(self) -> Cell:
@@ -147,16 +140,19 @@ class Place:
                 "another folder, --results"
             )
         for line in self.lines():
-            if "linearize" in line and line["linearize"] != learned_tokens(line["method"]):
-                raise ValueError(
-                    f"{self.result} holds a run of {line['method']} that was made linear in other steps "
-                    f"({line['linearize']}); remove its lines, or choose another folder, --results"
-                )
+            if "linearize" in line:
+                steps = SCHEDULES[line["schedule"]].steps
+                found = {stage: line["linearize"][f"{stage}_steps"] for stage in steps}
+                if found != METHODS[line["method"]].stage_steps(steps):
+                    raise ValueError(
+                        f"{self.result} holds a run of {line['method']} that was made linear in other steps ({found}); "
+                        "remove its lines, or choose another folder, --results"
+                    )
 
     def trials(self, waiting: Iterable[Cell]) -> list[Trial]:
-        """The rates that are still to be tried for these cells."""
+        """The schedules that are still to be tried for these cells."""
         methods = dict.fromkeys(cell.method for cell in waiting if cell.method != "softmax")
-        found = [Trial(method, rate) for method in methods if self._chosen(method) is None for rate in RATES]
+        found = [Trial(method, name) for method in methods if self._chosen(method) is None for name in SCHEDULES]
         return [trial for trial in found if not self._is_finished(self.runs / trial.name)]
 
     def plan(self, waiting: Sequence[Cell]) -> tuple[list[Planned], dict[str, float]]:
@@ -171,16 +167,9 @@ class Place:
                 if fine_tuned == cell or not self._is_finished(self.runs / fine_tuned.name):
                     jobs.setdefault(fine_tuned.name, self.fine_tuning(fine_tuned))
                     costs[fine_tuned.name] = fine_tuning_cost(fine_tuned)
-            if cell.method != "softmax":
-                general = self._general(cell.method)
-                if self._is_finished(general):
-                    METHODS[cell.method].check(general, self.model, GENERAL)
-                else:
-                    jobs.setdefault(general.name, self.generally(cell.method))
-                    costs[general.name] = general_cost()
             for trial in of_method:
                 jobs.setdefault(trial.name, self.trying(trial))
-                costs[trial.name] = linearizing_cost(trial.cell, TRIAL_STEPS)
+                costs[trial.name] = linearizing_cost(trial.cell)
             if cell.method != "softmax":
                 jobs[cell.name] = self.linearizing(cell)
                 costs[cell.name] = linearizing_cost(cell)
@@ -202,39 +191,25 @@ class Place:
 
         return self._planned(cell.name, ["train", "glue", *flags], folder / SUMMARY, record)
 
-    def generally(self, method: str) -> Planned:
-        """Stage zero of a method. Its folder is kept: all tasks start from it."""
-        folder = self._general(method)
-
-        def record() -> str:
-            kept = list(read_json(folder / "report.json", REMAKE)["kept"].values())[-1][-1]
-            return f"cosine {kept['cosine']:.4f} on general text"
-
-        flags = [*METHODS[method].flags(GENERAL), *GENERAL_FLAGS, *LINEARIZE, "--eval-passages", "40"]
-        return self._planned(folder.name, ["linearize", str(self.model), *flags], folder / "work" / SUMMARY, record)
-
     def trying(self, trial: Trial) -> Planned:
-        """A rate of a method: how far predictions for held-out training examples are from those of softmax."""
-        count = str(TRIAL_EXAMPLES)
+        """A schedule of a method: how far predictions for held-out training examples are from those of softmax."""
+        command = self._linearize(trial.cell, trial.schedule)
         return self._planned(
             trial.name,
-            [
-                *self._linearize(trial.cell, trial.rate, TRIAL_STEPS),
-                *("--hold-out", "--eval-passages", count, "--eval-examples", count),
-            ],
+            [*command, "--hold-out", "--eval-passages", str(TRIAL_EXAMPLES)],
             self.runs / trial.name / "work" / SUMMARY,
             lambda: f"divergence {self._divergence(trial):.4g}",
-            is_ready=lambda: self._can_start(trial.cell),
+            is_ready=lambda: self._is_finished(self.runs / trial.cell.softmax.name),
         )
 
     def linearizing(self, cell: Cell) -> Planned:
-        """Stage two of a method on a task, with the better rate."""
+        """Stage two of a method on a task, with the better schedule."""
         folder = self.runs / cell.name
 
         def command() -> list[str]:
             chosen = self._chosen(cell.method)
             assert chosen is not None
-            return [*self._linearize(cell, chosen[0], TASK_STEPS), *cell.measured, "--eval-passages", "40"]
+            return [*self._linearize(cell, chosen[0]), "--eval-passages", "40"]
 
         def record() -> str:
             text = self.record(cell)
@@ -246,7 +221,7 @@ class Place:
             command,
             folder / "work" / SUMMARY,
             record,
-            is_ready=lambda: self._can_start(cell) and self._chosen(cell.method) is not None,
+            is_ready=lambda: self._is_finished(self.runs / cell.softmax.name) and self._chosen(cell.method) is not None,
         )
 
     def record(self, cell: Cell) -> str:
@@ -256,13 +231,15 @@ class Place:
         assert chosen is not None
         given, labelled = report["settings"], report["labelled"]
         names = TASKS[cell.task].metrics
+        steps = {f"{stage}_steps": given[f"{stage}_steps"] for stage in SCHEDULES[chosen[0]].steps}
         kept = list(report["kept"].values())[-1][-1]
         settings = {
             "options": given["options"],
+            "schedule": chosen[0],
             "learning_rate": given["distil_rate"],
             "train_examples": report["data"]["training_examples"],
             "eval_examples": labelled["examples"],
-            "linearize": learned_tokens(cell.method),
+            "linearize": steps | {"tokens": sum(steps.values()) * given["batch_tokens"]},
         }
         found = {
             "metrics": {name: labelled[f"linear_{name}"] for name in names},
@@ -273,17 +250,17 @@ class Place:
         }
         return self._write(cell, settings, found, report, rows=report["ablation"])
 
-    def _chosen(self, method: str) -> tuple[float, dict[str, float]] | None:
-        """The better rate of a method, and what each got; from its trials, or from what was recorded of them."""
-        trials = [Trial(method, rate) for rate in RATES]
+    def _chosen(self, method: str) -> tuple[str, dict[str, float]] | None:
+        """The better schedule of a method, and what each got; from its trials, or from what was recorded of them."""
+        trials = [Trial(method, name) for name in SCHEDULES]
         if all(self._is_finished(self.runs / trial.name) for trial in trials):
-            found = {f"{trial.rate:g}": self._divergence(trial) for trial in trials}
+            found = {trial.schedule: self._divergence(trial) for trial in trials}
         else:
             recorded = [x["trials"] for x in self.lines() if x["method"] == method and "linearize" in x]
             if not recorded:
                 return None
             found = recorded[-1]
-        return float(min(found, key=found.__getitem__)), found
+        return min(found, key=found.__getitem__), found
 
     def _divergence(self, trial: Trial) -> float:
         kept = read_json(self.runs / trial.name / "report.json", REMAKE)["kept"]
@@ -292,20 +269,10 @@ class Place:
     def _is_finished(self, folder: Path) -> bool:
         return (folder / SUMMARY).exists() or (folder / "work" / SUMMARY).exists()
 
-    def _can_start(self, cell: Cell) -> bool:
-        """Whether stages zero and one are finished."""
-        return self._is_finished(self._general(cell.method)) and self._is_finished(self.runs / cell.softmax.name)
-
-    def _general(self, method: str) -> Path:
-        return self.runs / f"{method}-general"
-
-    def _linearize(self, cell: Cell, rate: float, steps: int) -> list[str]:
-        method = METHODS[cell.method]
-        return [
-            *("linearize", str(self.runs / cell.softmax.name / "model"), "--like", str(self._general(cell.method))),
-            *(*method.flags({"align": 0, "join": 0, "distil": steps}), "--task", cell.task, "--seed", str(cell.seed)),
-            *(*cell.learned, *LINEARIZE, "--distil-rate", repr(rate), "--distil-feature-rate", f"{10 * rate:g}"),
-        ]
+    def _linearize(self, cell: Cell, schedule: str) -> list[str]:
+        start, chosen = self.runs / cell.softmax.name / "model", SCHEDULES[schedule]
+        flags = ["--task", cell.task, "--seed", str(cell.seed), *cell.limits, *LINEARIZE, *chosen.flags]
+        return ["linearize", str(start), *METHODS[cell.method].flags(chosen.steps), *flags]
 
     def _planned(
         self,
