@@ -2,9 +2,9 @@
 
 Stage one, for each task: `lln train glue` fine-tunes the model with its softmax attention. Stage two, for each method:
 `lln linearize` turns the fine-tuned model linear on the examples that it was fine-tuned on, without their labels, with
-the same number of steps and tokens. Of two schedules each method has the one that keeps more of the predictions on
-held-out training examples of one task. Every finished model is a line of RESULTS/table1.jsonl. Important runs come
-first, so that a reproduction that is stopped has a table already.
+the same number of steps and tokens. Of two rates each method has the one that keeps more of the predictions on held-out
+training examples of one task. Every finished model is a line of RESULTS/table1.jsonl. Important runs come first, so
+that a reproduction that is stopped has a table already.
 """
 
 import shutil
@@ -19,15 +19,18 @@ from lln.paper.table1_methods import (
     LINEARIZE,
     METHODS,
     OF_THE_PAPER,
+    RATES,
     REMAKE,
-    SCHEDULES,
     SEVEN,
+    STEPS,
     TRIAL_EXAMPLES,
+    TRIAL_STEPS,
     TRIAL_TASK,
     Cell,
     Clock,
     cells,
     fine_tuning_cost,
+    learned_tokens,
     linearizing_cost,
     seconds_of_a_token,
 )
@@ -100,14 +103,14 @@ def check_data(waiting: Sequence[Cell], data: Path) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A method with one schedule, judged on held-out training examples of one task."""
+    """A method with one rate, judged on held-out training examples of one task."""
 
     method: str
-    schedule: str
+    rate: float
 
     @property
     def name(self) -> str:
-        return f"try-{self.method}-{self.schedule}"
+        return f"try-{self.method}-{self.rate:g}"
 
     @property
     def cell(self) -> Cell:
@@ -140,19 +143,16 @@ class Place:
                 "another folder, --results"
             )
         for line in self.lines():
-            if "linearize" in line:
-                steps = SCHEDULES[line["schedule"]].steps
-                found = {stage: line["linearize"][f"{stage}_steps"] for stage in steps}
-                if found != METHODS[line["method"]].stage_steps(steps):
-                    raise ValueError(
-                        f"{self.result} holds a run of {line['method']} that was made linear in other steps ({found}); "
-                        "remove its lines, or choose another folder, --results"
-                    )
+            if "linearize" in line and line["linearize"] != learned_tokens(line["method"]):
+                raise ValueError(
+                    f"{self.result} holds a run of {line['method']} that was made linear in other steps "
+                    f"({line['linearize']}); remove its lines, or choose another folder, --results"
+                )
 
     def trials(self, waiting: Iterable[Cell]) -> list[Trial]:
-        """The schedules that are still to be tried for these cells."""
+        """The rates that are still to be tried for these cells."""
         methods = dict.fromkeys(cell.method for cell in waiting if cell.method != "softmax")
-        found = [Trial(method, name) for method in methods if self._chosen(method) is None for name in SCHEDULES]
+        found = [Trial(method, rate) for method in methods if self._chosen(method) is None for rate in RATES]
         return [trial for trial in found if not self._is_finished(self.runs / trial.name)]
 
     def plan(self, waiting: Sequence[Cell]) -> tuple[list[Planned], dict[str, float]]:
@@ -169,7 +169,7 @@ class Place:
                     costs[fine_tuned.name] = fine_tuning_cost(fine_tuned)
             for trial in of_method:
                 jobs.setdefault(trial.name, self.trying(trial))
-                costs[trial.name] = linearizing_cost(trial.cell)
+                costs[trial.name] = linearizing_cost(trial.cell, TRIAL_STEPS)
             if cell.method != "softmax":
                 jobs[cell.name] = self.linearizing(cell)
                 costs[cell.name] = linearizing_cost(cell)
@@ -192,24 +192,27 @@ class Place:
         return self._planned(cell.name, ["train", "glue", *flags], folder / SUMMARY, record)
 
     def trying(self, trial: Trial) -> Planned:
-        """A schedule of a method: how far predictions for held-out training examples are from those of softmax."""
-        command = self._linearize(trial.cell, trial.schedule)
+        """A rate of a method: how far predictions for held-out training examples are from those of softmax."""
+        count = str(TRIAL_EXAMPLES)
         return self._planned(
             trial.name,
-            [*command, "--hold-out", "--eval-passages", str(TRIAL_EXAMPLES)],
+            [
+                *self._linearize(trial.cell, trial.rate, TRIAL_STEPS),
+                *("--hold-out", "--eval-passages", count, "--eval-examples", count),
+            ],
             self.runs / trial.name / "work" / SUMMARY,
             lambda: f"divergence {self._divergence(trial):.4g}",
             is_ready=lambda: self._is_finished(self.runs / trial.cell.softmax.name),
         )
 
     def linearizing(self, cell: Cell) -> Planned:
-        """Stage two of a method on a task, with the better schedule."""
+        """Stage two of a method on a task, with the better rate."""
         folder = self.runs / cell.name
 
         def command() -> list[str]:
             chosen = self._chosen(cell.method)
             assert chosen is not None
-            return [*self._linearize(cell, chosen[0]), "--eval-passages", "40"]
+            return [*self._linearize(cell, chosen[0], STEPS), *cell.measured, "--eval-passages", "40"]
 
         def record() -> str:
             text = self.record(cell)
@@ -231,15 +234,13 @@ class Place:
         assert chosen is not None
         given, labelled = report["settings"], report["labelled"]
         names = TASKS[cell.task].metrics
-        steps = {f"{stage}_steps": given[f"{stage}_steps"] for stage in SCHEDULES[chosen[0]].steps}
         kept = list(report["kept"].values())[-1][-1]
         settings = {
             "options": given["options"],
-            "schedule": chosen[0],
             "learning_rate": given["distil_rate"],
             "train_examples": report["data"]["training_examples"],
             "eval_examples": labelled["examples"],
-            "linearize": steps | {"tokens": sum(steps.values()) * given["batch_tokens"]},
+            "linearize": learned_tokens(cell.method),
         }
         found = {
             "metrics": {name: labelled[f"linear_{name}"] for name in names},
@@ -250,17 +251,17 @@ class Place:
         }
         return self._write(cell, settings, found, report, rows=report["ablation"])
 
-    def _chosen(self, method: str) -> tuple[str, dict[str, float]] | None:
-        """The better schedule of a method, and what each got; from its trials, or from what was recorded of them."""
-        trials = [Trial(method, name) for name in SCHEDULES]
+    def _chosen(self, method: str) -> tuple[float, dict[str, float]] | None:
+        """The better rate of a method, and what each got; from its trials, or from what was recorded of them."""
+        trials = [Trial(method, rate) for rate in RATES]
         if all(self._is_finished(self.runs / trial.name) for trial in trials):
-            found = {trial.schedule: self._divergence(trial) for trial in trials}
+            found = {f"{trial.rate:g}": self._divergence(trial) for trial in trials}
         else:
             recorded = [x["trials"] for x in self.lines() if x["method"] == method and "linearize" in x]
             if not recorded:
                 return None
             found = recorded[-1]
-        return min(found, key=found.__getitem__), found
+        return float(min(found, key=found.__getitem__)), found
 
     def _divergence(self, trial: Trial) -> float:
         kept = read_json(self.runs / trial.name / "report.json", REMAKE)["kept"]
@@ -269,10 +270,13 @@ class Place:
     def _is_finished(self, folder: Path) -> bool:
         return (folder / SUMMARY).exists() or (folder / "work" / SUMMARY).exists()
 
-    def _linearize(self, cell: Cell, schedule: str) -> list[str]:
-        start, chosen = self.runs / cell.softmax.name / "model", SCHEDULES[schedule]
-        flags = ["--task", cell.task, "--seed", str(cell.seed), *cell.limits, *LINEARIZE, *chosen.flags]
-        return ["linearize", str(start), *METHODS[cell.method].flags(chosen.steps), *flags]
+    def _linearize(self, cell: Cell, rate: float, steps: Mapping[str, int]) -> list[str]:
+        """Mechanisms learn ten times as fast as weights."""
+        return [
+            *("linearize", str(self.runs / cell.softmax.name / "model"), *METHODS[cell.method].flags(steps)),
+            *("--task", cell.task, "--seed", str(cell.seed), *cell.learned, *LINEARIZE),
+            *("--distil-rate", repr(rate), "--distil-feature-rate", f"{10 * rate:g}"),
+        ]
 
     def _planned(
         self,
