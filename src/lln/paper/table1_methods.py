@@ -62,8 +62,8 @@ class Method:
 PAPER = {"form": "paper", "statistics": "live", "projection": False, "signed": False}
 METHODS = {
     "softmax": Method("softmax"),
-    # Blocks, as the paper's layer has: the first token, by which a classifier decides, has 64 neighbours in its block, and
-    # 33 in a window as large. On held-out training examples of QNLI predictions diverge a seventh as much.
+    # Blocks, as the paper's layer has: the first token, by which a classifier decides, has 64 neighbours in its block,
+    # and 33 in a window as large. On held-out training examples of QNLI predictions diverge a seventh as much.
     "lln_diag_ours": Method("lln_diag", {"near": "blocks"}),
     "lln_ours": Method("lln", {"feature_dim": 128}),
     "hedgehog": Method("hedgehog"),
