@@ -41,11 +41,11 @@ class Layout:
         self.together = (segments[:, None] == segments) & (segments >= 0)  # (P, P, B)
         place = torch.arange(size)
         self.before = self.together & (place[:, None] > place)[..., None]
-        # A process with parts of two sequences owns rows only where all others of a sequence have two too: so what it
-        # sends of both is no more than what others send of one.
+        # A process with parts of two sequences owns no rows of one that three or more hold: so what it sends of both is
+        # no more than what others send of one. Two share the rows.
         together = self.together[ranks.rank]
         free = together & is_free
-        self.owners = torch.where(free.any(dim=0), free, together)  # (P, B)
+        self.owners = torch.where(free.any(dim=0) & (together.sum(dim=0) > 2), free, together)  # (P, B)
         self.shared: dict[int, Rows] = {}
 
     def total(self, side: int) -> Tensor:
