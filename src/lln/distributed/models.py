@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
@@ -159,10 +158,7 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
         state = getattr(layer, "state", None)
         if state is None:
             raise ValueError(f"{type(model).__name__} keeps no state of constant size, so it has nothing to share")
-        tensors = {name: x.clone() for name, x in state.to_dict().items()}
-        for x in tensors.values():
-            dist.broadcast(x, src=ranks.global_ranks[-1], group=ranks.group)
-        layer.state = type(state).from_dict(tensors)
+        layer.state = type(state).from_dict({name: ranks.broadcast(x) for name, x in state.to_dict().items()})
         layer.length = input_ids.shape[1] - 1
     return cache
 
