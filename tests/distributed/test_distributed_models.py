@@ -175,6 +175,8 @@ def refused(group):
     wrong[0, 0] = 50  # in the part of rank 0 alone
     with pytest.raises(ValueError, match="the loss of RobertaForMaskedLM cannot run: rank 0: IndexError: Target 50"):
         model(**inputs | {"labels": wrong})
+    with pytest.raises(ValueError, match="output_hidden_states: False on rank 0; True on rank"):
+        model(**inputs, output_hidden_states=rank > 0)
     with pytest.raises(ValueError, match="leave return_dict=False out"):
         model(**inputs, return_dict=False)
     with pytest.raises(ValueError, match="tokens: 37 on rank 0; 36 on rank"):

@@ -196,10 +196,13 @@ class _Parts:
             self.ranks.check(name, {"error": "ValueError: it needs input_ids or inputs_embeds"}, (), device)
             raise AssertionError
         batch, tokens = whole.shape[:2]
+        cache = given.get("past_key_values")
         description = {
             "batch": batch,
             "tokens": tokens,
+            "tokens in the cache": 0 if cache is None else cache.get_seq_length(),
             "arguments": sorted(name for name, x in given.items() if x is not None),
+            **{name: x for name, x in given.items() if isinstance(x, (bool, int, float, str))},
             "gradients": torch.is_grad_enabled(),
             **{f"kind of {name}": _kind(x) for name, x in given.items() if isinstance(x, Tensor)},
             **{
@@ -216,7 +219,6 @@ class _Parts:
             raise ValueError(
                 f"attention_mask must be {(batch, tokens)} for tokens that are split, got {tuple(mask.shape)}"
             )
-        cache = given.get("past_key_values")
         if cache is not None and cache.get_seq_length() > 0:
             raise ValueError("several processes cannot continue from a cache; see lln.distributed.prefill")
         rows = _packed_rows(given, batch, tokens)
