@@ -371,10 +371,6 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         if self.parallel is None:
             joined = self.joined_branches(lambda: self._far(query, key, value, tokens), query, key, value, **shared)
             return self.join(*joined, query=query)
-        if self.combine in ("mass", "replace"):
-            raise ValueError(
-                f'combine="{self.combine}" measures keys that other processes hold; use "gate", "ratio" or "average"'
-            )
         far = self._far(query, key, value, tokens)
         if self.combine == "gate":
             found = self.parallel.near_with_mass_ratio(query, key, value, self.key_weight(key), **near, **shared)

@@ -158,6 +158,9 @@ def refused(group):
         distributed.parallelize(build("roberta", "SequenceClassification"), group)
     with pytest.raises(ValueError, match='is not "lln" or "lln_diag"'):
         distributed.parallelize(build("roberta", attention="elu"), group)
+    for combine in ("mass", "replace"):
+        with pytest.raises(ValueError, match=f'combine="{combine}" of RobertaForMaskedLM .* use "gate"'):
+            distributed.parallelize(build("roberta", combine=combine, statistics="learned"), group)
     model = distributed.parallelize(build("roberta"), group)
     rank, inputs = dist.get_rank(group), batch("roberta")
     with pytest.raises(ValueError, match=r"input_ids: \d+ on rank 0"):

@@ -297,6 +297,12 @@ def _check(model: Any, modules: dict[str, Any]) -> None:
             f'{", ".join(others[:3])} of {name} is not "lln" or "lln_diag" attention of a sequence to itself; use '
             'lln.hf.convert(model, "lln_diag") on a model of self-attention'
         )
+    combined = {getattr(module.mechanism, "combine", None) for module in modules.values()} & {"mass", "replace"}
+    if combined:
+        raise ValueError(
+            f'combine="{combined.pop()}" of {name} weighs keys that other processes hold; use "gate", "ratio" or '
+            '"average"'
+        )
     is_base = getattr(model, "base_model", model) is model
     if not is_base and not TOKEN_HEADS.search(name):
         raise ValueError(
