@@ -129,7 +129,7 @@ def beyond_neighbors(
         return output, ratio.masked_fill(~is_far[..., None], -math.inf)
 
     with torch.autocast(a.device.type, enabled=False):
-        dtype, value = value.dtype, value.to(a.dtype)
+        dtype, value = value.dtype, repeat_heads(value.to(a.dtype), a.shape[1] // value.shape[1])
         if cu_seqlens is None:
             output, ratio = attend(a, b, value, key_padding_mask)
         else:
@@ -142,7 +142,6 @@ def _beyond_neighbors(
 ) -> tuple[Tensor, Tensor]:
     """The attention to what is far, (B, H, N, V), and ln of its weight over that of the neighbours, (B, H, N, 1)."""
     tokens, order = a.shape[2], None
-    value = repeat_heads(value, a.shape[1] // value.shape[1])
     if keep is not None:  # kept tokens in front, as their neighbours are counted
         order = front_order(keep)
         b = b.masked_fill(~keep[:, None, :, None], -math.inf)
