@@ -123,10 +123,10 @@ def beyond_neighbors(
 
     def attend(a: Tensor, b: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         keep = read_padding(key_padding_mask, a)
-        output, ratio = _beyond_neighbors(a, b, value, keep, near=near, block_size=block_size)
+        found = sums_beyond_neighbors(a, b, value, keep, near=near, block_size=block_size)
         nothing = torch.zeros_like(a[:, :1, :, 0])
         is_far = log_far_mass(nothing, keep, near=near, block_size=block_size, is_causal=False) > -math.inf
-        return output, ratio.masked_fill(~is_far[..., None], -math.inf)
+        return found.output, (found.far - found.near).masked_fill(~is_far[..., None], -math.inf)
 
     with torch.autocast(a.device.type, enabled=False):
         dtype, value = value.dtype, repeat_heads(value.to(a.dtype), a.shape[1] // value.shape[1])
@@ -137,10 +137,19 @@ def beyond_neighbors(
         return output.to(dtype), ratio[..., 0]
 
 
-def _beyond_neighbors(
+class Beyond(NamedTuple):
+    """Attention to what is far, and of its weight and that of the neighbours the logarithms less `unit`."""
+
+    output: Tensor  # (B, H, N, V)
+    far: Tensor  # (B, H, N, 1)
+    near: Tensor
+    unit: Tensor
+
+
+def sums_beyond_neighbors(
     a: Tensor, b: Tensor, value: Tensor, keep: Tensor | None, *, near: Near, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """The attention to what is far, (B, H, N, V), and ln of its weight over that of the neighbours, (B, H, N, 1)."""
+) -> Beyond:
+    """What `beyond_neighbors` is made of."""
     tokens, order = a.shape[2], None
     if keep is not None:  # kept tokens in front, as their neighbours are counted
         order = front_order(keep)
@@ -151,7 +160,8 @@ def _beyond_neighbors(
     top = b.detach().amax(dim=2, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
     a = a + top
-    a, b = (a - a.detach().amax(dim=3, keepdim=True)).exp(), (b - top).exp()
+    unit = a.detach().amax(dim=3, keepdim=True)
+    a, b = (a - unit).exp(), (b - top).exp()
     size, reach = min(block_size, tokens), 1 if near == "window" else 0
     if (2 * reach + 1) * size >= tokens:  # one tile, without the tokens before and after it
         size, reach = tokens, 0
@@ -177,12 +187,12 @@ def _beyond_neighbors(
         far = far + weights.masked_fill(is_near, 0.0) @ value.mT
         weights = weights.masked_fill(~is_near, 0.0)
     total, of_near = far[..., -1:].clamp(min=SMALLEST_WEIGHT), weights.sum(dim=4, keepdim=True)
-    ratio = total.log() - of_near.clamp(min=SMALLEST_WEIGHT).log()
-    found = [join_blocks(x, tokens) for x in (far[..., :-1] / total, ratio)]
+    logarithms = total.log(), of_near.clamp(min=SMALLEST_WEIGHT).log()
+    found = [*(join_blocks(x, tokens) for x in (far[..., :-1] / total, *logarithms)), unit]
     if order is not None:
         back = order.argsort(dim=1)
         found = [take_tokens(x, back) for x in found]
-    return found[0], found[1]
+    return Beyond(*found)
 
 
 @in_full_precision

@@ -88,7 +88,9 @@ def train_step(group, family, attention="lln_diag", inputs=None, checkpointing=F
     assert abs(float(found.loss.detach() - outputs.loss.detach())) < 2e-6 * float(outputs.loss.detach().abs())
     logits = outputs.logits.detach()
     counts = torch.ones_like(logits[..., :1])
-    if options.get("combine") == "gate" and "attention_mask" in inputs:  # the share of padding means nothing
+    if (
+        options.get("combine") in ("gate", "replace") and "attention_mask" in inputs
+    ):  # the share of padding means nothing
         counts = inputs["attention_mask"][..., None]
     own, counts = (distributed.split_tokens(wrapped, x) for x in (logits, counts))
     close({"logits": found.logits.detach() * counts}, {"logits": own * counts})
@@ -158,9 +160,8 @@ def refused(group):
         distributed.parallelize(build("roberta", "SequenceClassification"), group)
     with pytest.raises(ValueError, match='is not "lln" or "lln_diag"'):
         distributed.parallelize(build("roberta", attention="elu"), group)
-    for combine in ("mass", "replace"):
-        with pytest.raises(ValueError, match=f'combine="{combine}" of RobertaForMaskedLM .* use "gate"'):
-            distributed.parallelize(build("roberta", combine=combine, statistics="learned"), group)
+    with pytest.raises(ValueError, match=r'combine="mass" of RobertaForMaskedLM .* use "gate" or "replace"'):
+        distributed.parallelize(build("roberta", combine="mass", statistics="learned"), group)
     model = distributed.parallelize(build("roberta"), group)
     rank, inputs = dist.get_rank(group), batch("roberta")
     with pytest.raises(ValueError, match=r"input_ids: \d+ on rank 0"):
@@ -207,6 +208,9 @@ def model_cases(size):
     yield "learned, window", partial(train_step, family="roberta", near="window", block_size=7, **learned)
     yield "gate", partial(train_step, family="roberta", near="window", block_size=7, **gate)
     yield "gate, causal, checkpointing", partial(train_step, family="llama", block_size=5, checkpointing=True, **gate)
+    replaced = learned | {"combine": "replace"}
+    for near in ("window", "blocks"):
+        yield f"replace, {near}", partial(train_step, family="roberta", near=near, block_size=7, **replaced)
     yield "packed, gate", partial(packed, near="window", **gate)
     yield "packed", partial(packed, checkpointing=True)
     yield "packed, learned", partial(packed, near="window", **learned)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from lln.distributed.functional import (
+    beyond_neighbors,
     block_diagonal_attention,
     lln_attention,
     lln_diag_attention,
@@ -49,6 +50,7 @@ class Parallel:
         self.lln_diag_attention = partial(lln_diag_attention, group=group)
         self.block_diagonal_attention = partial(block_diagonal_attention, group=group)
         self.near_with_mass_ratio = partial(near_with_mass_ratio, group=group)
+        self.beyond_neighbors = partial(beyond_neighbors, group=group)
         self.state_before = partial(state_before, group=group)
 
 
@@ -297,11 +299,9 @@ def _check(model: Any, modules: dict[str, Any]) -> None:
             f'{", ".join(others[:3])} of {name} is not "lln" or "lln_diag" attention of a sequence to itself; use '
             'lln.hf.convert(model, "lln_diag") on a model of self-attention'
         )
-    combined = {getattr(module.mechanism, "combine", None) for module in modules.values()} & {"mass", "replace"}
-    if combined:
+    if any(getattr(module.mechanism, "combine", None) == "mass" for module in modules.values()):
         raise ValueError(
-            f'combine="{combined.pop()}" of {name} weighs keys that other processes hold; use "gate", "ratio" or '
-            '"average"'
+            f'combine="mass" of {name} needs the moments of keys that other processes hold; use "gate" or "replace"'
         )
     is_base = getattr(model, "base_model", model) is model
     if not is_base and not TOKEN_HEADS.search(name):
