@@ -147,6 +147,22 @@ def check_packed(group):
         assert found[False] <= 4 * 4 * H * (D * D + D * D + 3 * D)
 
 
+def check_beyond(group):
+    """A state to owners and back and one to each neighbour, and the halo, all of it there and as gradients back."""
+    H, F, V, size, rank, P = 4, 16, 16, 8, dist.get_rank(group), dist.get_world_size(group)
+    for tokens in (64, 256):
+        a, b, value = (torch.randn(1, H, tokens, F).requires_grad_() for _ in range(3))
+        with distributed.record_traffic() as traffic:
+            options = {"near": "window", "block_size": size, "group": group}
+            output, ratio = distributed.beyond_neighbors(a, b, value, **options)
+            (output.sum() + ratio.sum()).backward()
+        state, sides = H * F * (V + 1), (rank > 0) + (rank < P - 1)
+        halo = sides * (size - 1)  # what goes there from one side comes back as gradients from the other
+        assert traffic.sent_bytes == 4 * (
+            4 * state * (P - 1) // P + 2 * sides * state + halo * H * (F + V) + 16 * (P - 1)
+        )
+
+
 def check_many(group):
     """Small sums as with many processes: the same scales, and what `lln bench distributed` counts."""
     H, D, P = 4, 16, dist.get_world_size(group)
@@ -183,6 +199,7 @@ def traffic_cases():
     yield "many", check_many
     yield "halo", check_halo
     yield "packed", check_packed
+    yield "beyond the neighbours", check_beyond
     yield "nothing stays", check_nothing_stays
     if Path("/proc/self/clear_refs").exists():
         yield "memory", check_memory
