@@ -104,6 +104,8 @@ def packed(group, **options):
     numbers[2, 30:] = 2
     inputs = {"input_ids": ids, "labels": batch("roberta")["labels"], "seq_idx": numbers}
     train_step(group, "roberta", inputs=inputs, block_size=4, **options)
+    if options.get("combine") == "replace":  # which is not for causal attention
+        return
     starts = torch.cat([torch.arange(11), torch.arange(26)])[None]
     inputs = {"input_ids": ids[:1], "position_ids": starts, "labels": ids[:1]}
     train_step(group, "llama", inputs=inputs | {"use_cache": False}, block_size=4, **options)
@@ -212,6 +214,7 @@ def model_cases(size):
     for near in ("window", "blocks"):
         yield f"replace, {near}", partial(train_step, family="roberta", near=near, block_size=7, **replaced)
     yield "packed, gate", partial(packed, near="window", **gate)
+    yield "packed, replace", partial(packed, near="window", checkpointing=True, **replaced)
     yield "packed", partial(packed, checkpointing=True)
     yield "packed, learned", partial(packed, near="window", **learned)
     yield "checkpointing", partial(train_step, family="llama", block_size=8, checkpointing=True)
