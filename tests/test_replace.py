@@ -79,11 +79,12 @@ def test_grouped_heads_and_a_kernel_of_a_hybrid():
     assert hybrid(query, key, value).isfinite().all()
 
 
+@pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("near", ["window", "blocks"])
-def test_padding_anywhere_and_packing_change_nothing(near):
-    module = make(near, block_size=6)
+def test_padding_anywhere_and_packing_change_nothing(near, key_heads):
+    module = make(near, block_size=6, num_key_heads=key_heads)
     lengths, total = (17, 4, 30), 40
-    query, key, value = inputs(total, batch=3)
+    query, key, value = inputs(total, batch=3, key_heads=key_heads)
     keep = torch.zeros(3, total, dtype=torch.bool)
     rows = []
     for sample, length in enumerate(lengths):

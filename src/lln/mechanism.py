@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
+from lln import functional, neighbors
 from lln.checks import check_choice
-from lln.functional import block_diagonal_attention
 from lln.masks import read_padding
-from lln.neighbors import Past, beyond_neighbors, log_far_mass, near_with_mass_ratio, next_log_far_mass
+from lln.neighbors import Past, log_far_mass, next_log_far_mass
 from lln.problem import Near, TokenOptions
 from lln.state import LLNState
 
@@ -30,6 +30,14 @@ class Mechanism(nn.Module):
     description: ClassVar[Any]  # the `lln.zoo.Description` of a registered class
     num_heads: int
     head_dim: int
+    # What attends where several processes hold parts of each sequence: set by `lln.distributed.parallelize`.
+    parallel: Any = None
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        """A function of `lln` or `lln.neighbors`, over several processes if they hold parts of each sequence."""
+        here = functional if hasattr(functional, name) else neighbors
+        function: Callable[..., Any] = getattr(here if self.parallel is None else self.parallel, name)
+        return function
 
     def init_state(
         self, batch: int, *, key_heads: int, value_dim: int, dtype: torch.dtype, device: torch.device
@@ -179,10 +187,13 @@ class JoinedBranches(nn.Module):
         if tokens.get("is_causal") and self.combine in ("mass", "replace"):
             raise ValueError(f'combine="{self.combine}" measures all keys of a sequence; causal attention takes "gate"')
         if self.combine in ("gate", "replace"):
-            return near_with_mass_ratio(query, key, value, self.key_weight(key), **options)
+            found: tuple[Tensor, Tensor] = self._function("near_with_mass_ratio")(
+                query, key, value, self.key_weight(key), **options
+            )
+            return found
         if self.combine == "mass":
-            return near_with_mass_ratio(query, key, value, from_moments=True, **options)
-        return block_diagonal_attention(query, key, value, **options), None
+            return neighbors.near_with_mass_ratio(query, key, value, from_moments=True, **options)
+        return self._function("block_diagonal_attention")(query, key, value, **options), None
 
     def joined_branches(
         self, far: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, **tokens: Unpack[TokenOptions]
@@ -199,7 +210,8 @@ class JoinedBranches(nn.Module):
                 'features: LLN attention with statistics="learned", or such a mechanism in a hybrid; use "gate"'
             )
         options: dict[str, Any] = {name: x for name, x in tokens.items() if name != "is_causal"}
-        beyond, own = beyond_neighbors(*features, value, near=self.near, block_size=self.block_size, **options)
+        options |= {"near": self.near, "block_size": self.block_size}
+        beyond, own = self._function("beyond_neighbors")(*features, value, **options)
         assert ratio is not None
         is_far = (own > -math.inf) & (ratio > -math.inf)  # where nothing is far, or has no weight
         own, ratio = (x.to(own.dtype).where(is_far, 0.0) for x in (own, ratio))
@@ -226,6 +238,8 @@ class JoinedBranches(nn.Module):
         return log_far_mass(weight, keep, **options, past=Past(state.count, recent, total))
 
     if TYPE_CHECKING:
+
+        def _function(self, name: str) -> Callable[..., Any]: ...
 
         def key_weight(self, key: Tensor) -> Tensor | None: ...
 

@@ -123,13 +123,13 @@ def beyond_neighbors(
 
     def attend(a: Tensor, b: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         keep = read_padding(key_padding_mask, a)
-        output, ratio = _beyond_neighbors(a, b, value, keep, near=near, block_size=block_size)
+        found = sums_beyond_neighbors(a, b, value, keep, near=near, block_size=block_size)
         nothing = torch.zeros_like(a[:, :1, :, 0])
         is_far = log_far_mass(nothing, keep, near=near, block_size=block_size, is_causal=False) > -math.inf
-        return output, ratio.masked_fill(~is_far[..., None], -math.inf)
+        return found.output, (found.far - found.near).masked_fill(~is_far[..., None], -math.inf)
 
     with torch.autocast(a.device.type, enabled=False):
-        dtype, value = value.dtype, value.to(a.dtype)
+        dtype, value = value.dtype, repeat_heads(value.to(a.dtype), a.shape[1] // value.shape[1])
         if cu_seqlens is None:
             output, ratio = attend(a, b, value, key_padding_mask)
         else:
@@ -137,12 +137,20 @@ def beyond_neighbors(
         return output.to(dtype), ratio[..., 0]
 
 
-def _beyond_neighbors(
+class Beyond(NamedTuple):
+    """Attention to what is far, and of its weight and that of the neighbours the logarithms less `unit`."""
+
+    output: Tensor  # (B, H, N, V)
+    far: Tensor  # (B, H, N, 1)
+    near: Tensor
+    unit: Tensor
+
+
+def sums_beyond_neighbors(
     a: Tensor, b: Tensor, value: Tensor, keep: Tensor | None, *, near: Near, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """The attention to what is far, (B, H, N, V), and ln of its weight over that of the neighbours, (B, H, N, 1)."""
-    tokens = a.shape[2]
-    value = pad(repeat_heads(value, a.shape[1] // value.shape[1]), (0, 1), value=1.0)
+) -> Beyond:
+    """What `beyond_neighbors` is made of; value is (B, H, N, V)."""
+    tokens, value = a.shape[2], pad(value, (0, 1), value=1.0)
     if keep is not None:
         b = b.masked_fill(~keep[:, None, :, None], -math.inf)
         a, value = (fill_padding(x, keep) for x in (a, value))
@@ -150,7 +158,8 @@ def _beyond_neighbors(
     top = b.detach().amax(dim=2, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
     a = a + top
-    a, b = (a - a.detach().amax(dim=3, keepdim=True)).exp(), (b - top).exp()
+    unit = a.detach().amax(dim=3, keepdim=True)
+    a, b = (a - unit).exp(), (b - top).exp()
     reach = 1 if near == "window" else 0
     if (2 * reach + 1) * min(block_size, tokens) >= tokens:
         far, of_near = _sums_in_one_tile(a, b, value, keep, near=near, block_size=block_size)
@@ -163,7 +172,7 @@ def _beyond_neighbors(
         sums = _sums_in_tiles(a, b, value, reach=reach, block_size=block_size)
         far, of_near = (take_tokens(x, back) for x in sums)
     total = far[..., -1:].clamp(min=SMALLEST_WEIGHT)
-    return far[..., :-1] / total, total.log() - of_near.clamp(min=SMALLEST_WEIGHT).log()
+    return Beyond(far[..., :-1] / total, total.log(), of_near.clamp(min=SMALLEST_WEIGHT).log(), unit)
 
 
 def _sums_in_one_tile(

@@ -1,12 +1,10 @@
 """Modules: LLN attention, alone and with its companion, on (query, key, value)."""
 
-from collections.abc import Callable
 from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from lln import functional
 from lln.backends.torch.summary import repeat_heads
 from lln.checks import check_at_least, check_block_size, check_choice, check_scale
 from lln.features import HeadFeatures
@@ -57,8 +55,6 @@ class LLNAttention(RunningAverages):
     """
 
     takes_grouped_heads = True
-    # What attends where several processes hold parts of each sequence: set by `lln.distributed.parallelize`.
-    parallel: Any = None
 
     def __init__(
         self,
@@ -132,21 +128,17 @@ class LLNAttention(RunningAverages):
         """
         return self._far(query, key, value, tokens)
 
-    def _function(self, name: str) -> Callable[..., Tensor]:
-        """An attention function, over several processes if they hold parts of each sequence."""
-        function: Callable[..., Tensor] = getattr(functional if self.parallel is None else self.parallel, name)
-        return function
-
     def _far(self, query: Tensor, key: Tensor, value: Tensor, tokens: Any) -> Tensor:
         """LLN attention."""
         if self.features is None:
-            return self._function("lln_attention")(query, key, value, **self._options(query, key, tokens))
+            output: Tensor = self._function("lln_attention")(query, key, value, **self._options(query, key, tokens))
+            return output
         self._check(query, tokens)
         masks = (tokens.get(name) for name in ("key_padding_mask", "query_padding_mask"))
         a, b, weight = self._features(query, key, *read_paddings(query, key, *masks))
         options: dict[str, Any] = {"alpha": 1.0, "beta": 1.0, "form": "paper" if self.form == "paper" else "unbiased"}
-        attend = self._function("lln_attention")
-        return attend(a, b, value.to(a.dtype), **tokens, **options, key_weight=weight).to(value.dtype)
+        output = self._function("lln_attention")(a, b, value.to(a.dtype), **tokens, **options, key_weight=weight)
+        return output.to(value.dtype)
 
     def _features(
         self, query: Tensor, key: Tensor, keep_query: Tensor | None = None, keep_key: Tensor | None = None
@@ -366,21 +358,11 @@ class LLNDiagAttention(JoinedBranches, LLNAttention):
         if is_average and tokens.get("query_padding_mask") is None:  # one call, which a backend fuses
             options = self._options(query, key, tokens)
             options.pop("query_padding_mask", None)
-            return self._function("lln_diag_attention")(query, key, value, **near, **options)
+            output: Tensor = self._function("lln_diag_attention")(query, key, value, **near, **options)
+            return output
         shared: Any = {name: x for name, x in tokens.items() if name in ("key_padding_mask", "cu_seqlens", "is_causal")}
-        if self.parallel is None:
-            joined = self.joined_branches(lambda: self._far(query, key, value, tokens), query, key, value, **shared)
-            return self.join(*joined, query=query)
-        if self.combine in ("mass", "replace"):
-            raise ValueError(
-                f'combine="{self.combine}" measures keys that other processes hold; use "gate", "ratio" or "average"'
-            )
-        far = self._far(query, key, value, tokens)
-        if self.combine == "gate":
-            found = self.parallel.near_with_mass_ratio(query, key, value, self.key_weight(key), **near, **shared)
-            return self.join(far, *found, query=query)
-        softmax = self.parallel.block_diagonal_attention(query, key, value, **near, **shared)
-        return self.join(far, softmax, query=query)
+        joined = self.joined_branches(lambda: self._far(query, key, value, tokens), query, key, value, **shared)
+        return self.join(*joined, query=query)
 
     def _near_options(self) -> dict[str, Any]:
         return {"block_size": self.block_size, "near": self.near}

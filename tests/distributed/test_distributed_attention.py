@@ -9,7 +9,7 @@ import torch.distributed as dist
 from distributed_world import report, run_world
 
 import lln
-from lln import distributed, neighbors
+from lln import distributed
 from test_fuzz import FLOOR, WHAT, Case
 
 FUNCTIONS = ("lln_attention", "lln_diag_attention", "block_diagonal_attention")
@@ -92,29 +92,6 @@ def some_gradients(group, function, wanted, **options):
     same = gradients([whole[0].clone().requires_grad_()] * 3)[0][0]
     apart = sum(gradients([whole[0].clone().requires_grad_() for _ in range(3)])[0])
     close("one tensor", same, apart, GRADIENT, apart)
-
-
-def mass_ratio(group, parts, is_weighted, B=2, Hk=2, key_padding_mask=None, **options):
-    """ln(far / near) and softmax attention, with their gradients, of parts and of whole sequences."""
-    size = sum(parts)
-    whole = make(B=B, Hk=Hk, N=size)
-    whole.append(torch.randn(B, 4, size) * 3)
-    mine = bounds(parts)[dist.get_rank(group)]
-    keep = torch.ones(B, size, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-    slopes = torch.randn(whole[0].shape), torch.randn(B, 4, size)
-    found, masks = [], {} if key_padding_mask is None else {"key_padding_mask": key_padding_mask}
-    for function, place in ((neighbors.near_with_mass_ratio, slice(None)), (distributed.near_with_mass_ratio, mine)):
-        inputs = [x[:, :, place].clone().requires_grad_() for x in whole]
-        own = {name: x[:, place] for name, x in masks.items()} | ({} if place == slice(None) else {"group": group})
-        *tokens, weight = inputs
-        output, ratio = function(*tokens, weight if is_weighted else None, **own, **options)
-        share = ratio.sigmoid().masked_fill(~keep[:, None, place], 0.0)
-        total = (output * slopes[0][:, :, place]).sum() + (share * slopes[1][:, :, place]).sum()
-        wanted = inputs if is_weighted else tokens
-        found.append((output, share, *torch.autograd.grad(total, wanted)))
-    names = ("output", "share", *(f"gradient of {x}" for x in ("q", "k", "v", "weight")))
-    for name, x, y in zip(names, found[1], found[0], strict=False):
-        close(name, x, y[:, :, mine], OUTPUT if name in ("output", "share") else GRADIENT, y)
 
 
 def padding(B, N, seed=5):
@@ -264,25 +241,6 @@ def attention_cases(size):
     )
 
 
-def mass_ratio_cases(size):
-    for is_weighted in (False, True):
-        for causal in (False, True):
-            for near, block_size in ("blocks", 6), ("window", 9), ("window", 40), ("blocks", 60):
-                options = {"near": near, "block_size": block_size, "is_causal": causal, "is_weighted": is_weighted}
-                name = f"ratio, {near} {block_size} weighted={is_weighted} causal={causal}"
-                yield name, partial(mass_ratio, parts=uneven(50, size, block_size), **options)
-                keep = padding(3, 50, block_size)
-                yield (
-                    f"{name}, padding",
-                    partial(mass_ratio, parts=[0, *uneven(50, size - 1)], B=3, key_padding_mask=keep, **options),
-                )
-                starts = torch.tensor([0, 4, 4, 30, 31, 50], dtype=torch.int32)
-                yield (
-                    f"{name}, packed",
-                    partial(mass_ratio, parts=uneven(50, size, 3), B=1, cu_seqlens=starts, **options),
-                )
-
-
 def gradient_cases():
     for wanted in ("q", "k", "qv"):
         for name, (function, options) in {
@@ -359,7 +317,6 @@ def cases(size):
     yield from random_cases(size)
     if size == 3:
         yield from gradient_cases()
-        yield from mass_ratio_cases(size)
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lln
 from lln import distributed
+from lln.distributed.ranks import Ranks
 from lln.distributed.state import state_before
 
 
@@ -305,6 +306,21 @@ def killed(group):
     assert time.monotonic() - began < 5
 
 
+def killed_while_refusing(group):
+    """Rank 2 ends after the processes have found that their calls differ, before it has sent what its own was."""
+    rank, gather = dist.get_rank(group), Ranks.gather
+
+    def end(self, x):
+        return gather(self, x) if x.dim() else os._exit(0)
+
+    if rank == 2:
+        Ranks.gather = end
+    began = time.monotonic()
+    with pytest.raises(distributed.MissingRankError, match="rank 2 did not take part"):
+        distributed.lln_attention(*tokens(rank, D=8 + rank), group=group)
+    assert time.monotonic() - began < 5
+
+
 def missing_cases():
     yield "skipped call", skipped_call
 
@@ -313,7 +329,11 @@ def killed_cases():
     yield "killed", killed
 
 
-@pytest.mark.parametrize("cases", [missing_cases, killed_cases])
+def refusing_cases():
+    yield "killed while refusing", killed_while_refusing
+
+
+@pytest.mark.parametrize("cases", [missing_cases, killed_cases, refusing_cases])
 def test_a_missing_rank_is_named_within_the_time_out(cases):
     failed = run_world(3, cases, timeout=2.0, together=False)
     assert not failed, report(failed)

@@ -88,7 +88,9 @@ def train_step(group, family, attention="lln_diag", inputs=None, checkpointing=F
     assert abs(float(found.loss.detach() - outputs.loss.detach())) < 2e-6 * float(outputs.loss.detach().abs())
     logits = outputs.logits.detach()
     counts = torch.ones_like(logits[..., :1])
-    if options.get("combine") == "gate" and "attention_mask" in inputs:  # the share of padding means nothing
+    if (
+        options.get("combine") in ("gate", "replace") and "attention_mask" in inputs
+    ):  # the share of padding means nothing
         counts = inputs["attention_mask"][..., None]
     own, counts = (distributed.split_tokens(wrapped, x) for x in (logits, counts))
     close({"logits": found.logits.detach() * counts}, {"logits": own * counts})
@@ -102,6 +104,8 @@ def packed(group, **options):
     numbers[2, 30:] = 2
     inputs = {"input_ids": ids, "labels": batch("roberta")["labels"], "seq_idx": numbers}
     train_step(group, "roberta", inputs=inputs, block_size=4, **options)
+    if options.get("combine") == "replace":  # which is not for causal attention
+        return
     starts = torch.cat([torch.arange(11), torch.arange(26)])[None]
     inputs = {"input_ids": ids[:1], "position_ids": starts, "labels": ids[:1]}
     train_step(group, "llama", inputs=inputs | {"use_cache": False}, block_size=4, **options)
@@ -158,6 +162,8 @@ def refused(group):
         distributed.parallelize(build("roberta", "SequenceClassification"), group)
     with pytest.raises(ValueError, match='is not "lln" or "lln_diag"'):
         distributed.parallelize(build("roberta", attention="elu"), group)
+    with pytest.raises(ValueError, match=r'combine="mass" of RobertaForMaskedLM .* use "gate" or "replace"'):
+        distributed.parallelize(build("roberta", combine="mass", statistics="learned"), group)
     model = distributed.parallelize(build("roberta"), group)
     rank, inputs = dist.get_rank(group), batch("roberta")
     with pytest.raises(ValueError, match=r"input_ids: \d+ on rank 0"):
@@ -175,6 +181,8 @@ def refused(group):
     wrong[0, 0] = 50  # in the part of rank 0 alone
     with pytest.raises(ValueError, match="the loss of RobertaForMaskedLM cannot run: rank 0: IndexError: Target 50"):
         model(**inputs | {"labels": wrong})
+    with pytest.raises(ValueError, match="output_hidden_states: False on rank 0; True on rank"):
+        model(**inputs, output_hidden_states=rank > 0)
     with pytest.raises(ValueError, match="leave return_dict=False out"):
         model(**inputs, return_dict=False)
     with pytest.raises(ValueError, match="tokens: 37 on rank 0; 36 on rank"):
@@ -202,7 +210,11 @@ def model_cases(size):
     yield "learned, window", partial(train_step, family="roberta", near="window", block_size=7, **learned)
     yield "gate", partial(train_step, family="roberta", near="window", block_size=7, **gate)
     yield "gate, causal, checkpointing", partial(train_step, family="llama", block_size=5, checkpointing=True, **gate)
+    replaced = learned | {"combine": "replace"}
+    for near in ("window", "blocks"):
+        yield f"replace, {near}", partial(train_step, family="roberta", near=near, block_size=7, **replaced)
     yield "packed, gate", partial(packed, near="window", **gate)
+    yield "packed, replace", partial(packed, near="window", checkpointing=True, **replaced)
     yield "packed", partial(packed, checkpointing=True)
     yield "packed, learned", partial(packed, near="window", **learned)
     yield "checkpointing", partial(train_step, family="llama", block_size=8, checkpointing=True)

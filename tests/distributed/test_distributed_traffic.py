@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -30,9 +31,9 @@ def check_same(group, function, longest, **options):
     assert found[0] == found[1], f"{found[0]} at 4,096 tokens and {found[1]} at {longest:,}"
 
 
-def check_bound(group, function, **options):
+def check_bound(group, function, tokens=1024, **options):
     H, D = 12, 64
-    messages, sent_bytes = sent(group, function, tokens=1024, heads=H, width=D, **options)
+    messages, sent_bytes = sent(group, function, tokens=tokens, heads=H, width=D, **options)
     limit = 4 * H * (D * D + D * D + 3 * D)
     assert messages > 0
     assert sent_bytes / 4 <= limit, f"{sent_bytes / 4:,.0f} numbers of {limit:,}"
@@ -120,6 +121,48 @@ def check_nothing_stays(group):
         gc.enable()
 
 
+def check_packed(group):
+    """A process with parts of two sequences that lie across borders sends no more than others do of one."""
+    H, D, rank, P = 4, 16, dist.get_rank(group), dist.get_world_size(group)
+    q, k, v = (torch.randn(1, H, 64, D).requires_grad_() for _ in range(3))
+    for starts in ([0, 40, 100, 170, 210, 256], [0, 40, 210, 256], [0, 20, 230, 256]):
+        found = {}
+        for given in ({"alpha": 1.0, "beta": 1.0}, {}):
+            with distributed.record_traffic() as traffic:
+                options = {"cu_seqlens": torch.tensor(starts), "group": group}
+                distributed.lln_attention(q, k, v, **options, **given).sum().backward()
+            found[bool(given)] = traffic.sent_bytes
+        across = [(x // 64, (y - 1) // 64) for x, y in pairwise(starts) if x // 64 < (y - 1) // 64]
+        of_two = [r for r in range(P) if sum(x <= r <= y for x, y in across) == 2]
+        rows = H * D
+        sent = (P - 1) * (16 + 4 * (len(of_two) > 0))  # header and counts, of two samples if there are two
+        for first, last in across:
+            members = range(first, last + 1)
+            if rank in members:
+                owners = [r for r in members if r not in of_two or len(members) == 2]
+                own = rows // len(owners) if rank in owners else 0
+                sent += 2 * (D + 1) * (rows - own + own * (len(members) - 1))
+        assert found[True] == 4 * sent
+        assert found[True] <= 4 * (4 * rows * (D + 1) + 20 * (P - 1))
+        assert found[False] <= 4 * 4 * H * (D * D + D * D + 3 * D)
+
+
+def check_beyond(group):
+    """A state to owners and back and one to each neighbour, and the halo, all of it there and as gradients back."""
+    H, F, V, size, rank, P = 4, 16, 16, 8, dist.get_rank(group), dist.get_world_size(group)
+    for tokens in (64, 256):
+        a, b, value = (torch.randn(1, H, tokens, F).requires_grad_() for _ in range(3))
+        with distributed.record_traffic() as traffic:
+            options = {"near": "window", "block_size": size, "group": group}
+            output, ratio = distributed.beyond_neighbors(a, b, value, **options)
+            (output.sum() + ratio.sum()).backward()
+        state, sides = H * F * (V + 1), (rank > 0) + (rank < P - 1)
+        halo = sides * (size - 1)  # what goes there from one side comes back as gradients from the other
+        assert traffic.sent_bytes == 4 * (
+            4 * state * (P - 1) // P + 2 * sides * state + halo * H * (F + V) + 16 * (P - 1)
+        )
+
+
 def check_many(group):
     """Small sums as with many processes: the same scales, and what `lln bench distributed` counts."""
     H, D, P = 4, 16, dist.get_world_size(group)
@@ -143,7 +186,9 @@ def traffic_cases():
             if causal and form == "decomposed":
                 given["centers"] = (torch.zeros(12, 64), torch.zeros(12, 64))
             yield f"{form} causal={causal}", partial(check_bound, function="lln_attention", **given, **options)
-        yield f"blocks at borders, causal={causal}", partial(check_bound, function="lln_diag_attention", **options)
+        for where, tokens in ("at borders", 1024), ("across borders", 1000):
+            given = {"function": "lln_diag_attention", "tokens": tokens, "block_size": 64}
+            yield f"blocks {where}, causal={causal}", partial(check_bound, **given, **options)
         window = {"near": "window", "block_size": 64}
         yield f"window, causal={causal}", partial(check_bound, function="lln_diag_attention", **window, **options)
     yield "same", partial(check_same, function="lln_attention", longest=1_048_576)
@@ -153,6 +198,8 @@ def traffic_cases():
     yield "neighbours", check_neighbors
     yield "many", check_many
     yield "halo", check_halo
+    yield "packed", check_packed
+    yield "beyond the neighbours", check_beyond
     yield "nothing stays", check_nothing_stays
     if Path("/proc/self/clear_refs").exists():
         yield "memory", check_memory

@@ -8,6 +8,7 @@ What LLN attention keeps of a shard of keys is D (Dv + 1) numbers a head, howeve
 """
 
 from lln.distributed.functional import (
+    beyond_neighbors,
     block_diagonal_attention,
     lln_attention,
     lln_diag_attention,
@@ -19,6 +20,7 @@ from lln.distributed.ranks import MissingRankError, Traffic, record_traffic
 __all__ = [
     "MissingRankError",
     "Traffic",
+    "beyond_neighbors",
     "block_diagonal_attention",
     "lln_attention",
     "lln_diag_attention",

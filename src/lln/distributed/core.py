@@ -5,7 +5,7 @@ Shapes: P processes, B batch, H heads, H_k key heads, N queries and M keys of th
 
 from collections.abc import Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from lln.distributed import far as far_attention
 from lln.distributed import statistics
+from lln.distributed.beyond import beyond_neighbors
 from lln.distributed.mass import log_far_mass
 from lln.distributed.merge import Layout
 from lln.distributed.near import Neighbors
@@ -22,6 +23,8 @@ from lln.distributed.ranks import Ranks
 from lln.masks import INTEGERS
 from lln.precision import accumulator
 from lln.problem import Near, Problem, Tokens, read_key_weight
+
+Kind = Literal["attention", "mass ratio", "beyond neighbors"]
 
 
 def attend(
@@ -34,16 +37,17 @@ def attend(
     far: bool,
     near: Near | None,
     names: Set[str],
-    with_ratio: bool = False,
+    kind: Kind = "attention",
     **options: Any,
 ) -> Tensor:
     """The attention of the queries of this process to the keys of all of them, in the dtype of the input.
 
-    With `with_ratio`, softmax attention among neighbours in the accumulator's dtype, with one feature more:
-    ln(far / near) of each query from the weights `key_weight`, see `lln.neighbors`.
+    The other kinds are in the accumulator's dtype and have one feature more, ln(far / near) of each query: softmax
+    attention among neighbours, with the ratio from the weights `key_weight`, or attention to what is not near with the
+    features `query` and `key`, see `lln.neighbors`.
     """
     given = {option: x for option, x in options.items() if x is not None}
-    weight = given.pop("key_weight", None) if with_ratio else None
+    weight = given.pop("key_weight", None) if kind == "mass ratio" else None
     lengths, starts = _lengths(given, key), given.pop("cu_seqlens", None)
     masks = tuple(option in given for option in ("key_padding_mask", "query_padding_mask"))
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")
@@ -64,22 +68,22 @@ def attend(
     problem = _with_padding(name, problem, found, lengths, ranks.rank)
     (batch, _, _, _), width = query.shape, value.shape[3]
     if batch == 0 or width == 0 or not bool(found[:, :2].sum(dim=0).all()):
-        return pad(problem.output_of_nothing(), (0, int(with_ratio)))
+        return pad(problem.output_of_nothing(), (0, int(kind != "attention")))
     if starts is not None:
-        return attend_packed(
-            attend_parts, problem, ranks, found[:, 0].tolist(), starts.tolist(), given, with_ratio=with_ratio
-        )
-    return attend_parts(problem, ranks, with_ratio=with_ratio)
+        return attend_packed(attend_parts, problem, ranks, found[:, 0].tolist(), starts.tolist(), given, kind=kind)
+    return attend_parts(problem, ranks, kind=kind)
 
 
-def attend_parts(problem: Problem, ranks: Ranks, segments: Tensor | None = None, *, with_ratio: bool = False) -> Tensor:
+def attend_parts(problem: Problem, ranks: Ranks, segments: Tensor | None = None, *, kind: Kind = "attention") -> Tensor:
     """What the problem describes, for the queries of this process; see `Layout` for `segments`."""
     layout = Layout(ranks, _count(problem, ranks), segments)
+    if kind == "beyond neighbors":
+        return beyond_neighbors(problem, layout)
     near = None
     if problem.near:
-        near = Neighbors(problem, layout, share=0.5 if problem.far else 1.0, with_lse=with_ratio)
+        near = Neighbors(problem, layout, share=0.5 if problem.far else 1.0, with_lse=kind == "mass ratio")
         problem, link = near.tap(problem)
-        if with_ratio:
+        if kind == "mass ratio":
             return _with_ratio(near.finish(problem, link), problem, near, layout)
         if not problem.far:
             return near.finish(problem, link)

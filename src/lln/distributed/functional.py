@@ -24,6 +24,7 @@ from torch import Tensor
 
 import lln.functional as local
 from lln import neighbors
+from lln.backends.torch.summary import repeat_heads
 from lln.distributed.core import attend
 from lln.distributed.ranks import Group, find_ranks
 from lln.problem import Near, NearOptions, Options, QueryOptions, TokenOptions, autocast_like_sdpa
@@ -149,11 +150,57 @@ def near_with_mass_ratio(
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         found: Tensor = _attend(
-            "near_with_mass_ratio", ranks, query, key, value, far=False, names=names, with_ratio=True, **given
+            "near_with_mass_ratio", ranks, query, key, value, far=False, names=names, kind="mass ratio", **given
         )
         return found[..., :-1].to(query.dtype), found[..., -1]
 
     return autocast_like_sdpa(run, query, key, value)
+
+
+def beyond_neighbors(
+    a: Tensor,
+    b: Tensor,
+    value: Tensor,
+    *,
+    group: Group,
+    near: Near,
+    block_size: int,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`lln.neighbors.beyond_neighbors` of sequences whose parts the processes of a group hold.
+
+    Args:
+        a, b: the features (B, H, N, F) of the queries and keys of this process.
+        value: (B, H_k, N, V) of this process.
+        group: as in `lln_attention`.
+        near, block_size: "blocks" or "window", and how many tokens are in one.
+        key_padding_mask, cu_seqlens: as in `block_diagonal_attention`.
+
+    Returns:
+        Attention to what is not near (B, H, N, V), and ln(far / near) of each query (B, H, N), of this process.
+
+    Raises:
+        ValueError: on every process, where one of them has tokens or options that do not fit.
+        lln.distributed.MissingRankError: a process did not take part within the time-out of the group.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))  # doctest: +SKIP
+        >>> options = {"near": "window", "block_size": 64, "group": mesh["sequence"]}  # doctest: +SKIP
+        >>> output, ratio = lln.distributed.beyond_neighbors(a, b, value, **options)  # doctest: +SKIP
+    """
+    ranks = find_ranks(group)
+    given: Any = {"near": near, "block_size": block_size, "key_padding_mask": key_padding_mask}
+    given["cu_seqlens"] = cu_seqlens
+    if ranks.size == 1:
+        return neighbors.beyond_neighbors(a, b, value, **given)
+    with torch.autocast(a.device.type, enabled=False):
+        wide = repeat_heads(value.to(a.dtype), a.shape[1] // value.shape[1])
+        names = get_type_hints(NearOptions).keys()
+        found: Tensor = _attend(
+            "beyond_neighbors", ranks, a, b, wide, far=False, names=names, kind="beyond neighbors", **given
+        )
+        return found[..., :-1].to(value.dtype), found[..., -1]
 
 
 def _run(

@@ -11,6 +11,7 @@ Shapes: P processes, B batch, R rows of which this process owns some, W their wi
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,13 +33,20 @@ class Layout:
     def __init__(self, ranks: Ranks, tokens: Tensor, segments: Tensor | None = None) -> None:
         self.ranks, self.tokens = ranks, tokens
         size, batch = tokens.shape[0], tokens.shape[2]
-        self.is_plain = segments is None
         if segments is None:
-            self.together = torch.ones(size, size, batch, dtype=torch.bool)
+            segments = torch.zeros(size, batch, dtype=torch.int64)
+            is_free = torch.ones(size, 1, dtype=torch.bool)
         else:
-            self.together = (segments[:, None] == segments) & (segments >= 0)  # (P, P, B)
+            is_free = ((segments >= 0).sum(dim=1) == 1)[:, None]
+        self.together = (segments[:, None] == segments) & (segments >= 0)  # (P, P, B)
         place = torch.arange(size)
         self.before = self.together & (place[:, None] > place)[..., None]
+        # A process with parts of two sequences owns no rows of one that three or more hold: so what it sends of both is
+        # no more than what others send of one. Two share the rows.
+        together = self.together[ranks.rank]
+        free = together & is_free
+        self.owners = torch.where(free.any(dim=0) & (together.sum(dim=0) > 2), free, together)  # (P, B)
+        self.shared: dict[int, Rows] = {}
 
     def total(self, side: int) -> Tensor:
         """(B,) kept queries (0) or keys (1) of the sequences that this process holds parts of."""
@@ -58,39 +66,71 @@ class Layout:
     # Rows and their owners
 
     def to_owners(self, x: Tensor) -> Pending:
-        """Send rows (R, W) to their owners; what comes is (P, own rows, W)."""
-        sizes = self._sizes(x.shape[0])
-        own = sizes[self.ranks.rank]
-        pending = self.ranks.exchange(x, sizes, [own] * self.ranks.size)
-        return Pending(lambda: pending.wait().view(self.ranks.size, own, *x.shape[1:]))
+        """Send rows (R, W) to their owners; what comes is (P, own rows, W), zeros of processes without these rows."""
+        rows = self.rows(x.shape[0])
+        pending = self.ranks.exchange(x[rows.order.to(x.device)], rows.sizes, rows.received)
+
+        def wait() -> Tensor:
+            found = x.new_zeros(*rows.holders.shape, *x.shape[1:])
+            found[rows.holders.to(x.device)] = pending.wait()
+            return found
+
+        return Pending(wait)
 
     def from_owners(self, x: Tensor, rows: int) -> Tensor:
         """What the owners made of the rows for this process, (R, W), where `x` (P, own rows, W) is for each process."""
-        own = x.shape[1]
-        return self.ranks.exchange(x.flatten(0, 1), [own] * self.ranks.size, self._sizes(rows)).wait()
+        own = self.rows(rows)
+        found = x.new_zeros(rows, *x.shape[2:])
+        found[own.order.to(x.device)] = self.ranks.exchange(x[own.holders.to(x.device)], own.received, own.sizes).wait()
+        return found
 
-    def _sizes(self, rows: int) -> list[int]:
-        each, more = divmod(rows, self.ranks.size)
-        return [each + (r < more) for r in range(self.ranks.size)]
-
-    def own_rows(self, which: Tensor, rows: int) -> Tensor:
-        """`which` (P, P, B) for each of the rows that this process owns, (P, P, own rows)."""
-        sizes = self._sizes(rows)
-        first = sum(sizes[: self.ranks.rank])
-        samples = torch.arange(first, first + sizes[self.ranks.rank]) // (rows // which.shape[2])
-        return which[:, :, samples]
+    def rows(self, number: int) -> "Rows":
+        """Who owns which of a number of rows, as many of each sample."""
+        if number not in self.shared:
+            self.shared[number] = Rows.share(number, self.owners, self.together[:, self.ranks.rank], self.ranks.rank)
+        return self.shared[number]
 
     # Sums
 
     def sum(self, x: Tensor, which: Tensor) -> Tensor:
         """The sum of x (B, ...) over the processes that count for this one, `which` (P, P, B)."""
-        rows = x.numel()
-        found = self.to_owners(x.reshape(rows, 1)).wait()
-        if self.is_plain and which is self.together:
+        number = x.numel()
+        found = self.to_owners(x.reshape(number, 1)).wait()
+        if which is self.together:  # of the own rows, all that has come
             total = found.sum(dim=0).expand_as(found)
         else:
-            total = _masked_sum(self.own_rows(which, rows).to(x.device), found)
-        return self.from_owners(total, rows).view(x.shape)
+            total = _masked_sum(which[:, :, self.rows(number).samples].to(x.device), found)
+        return self.from_owners(total, number).view(x.shape)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The owners of rows (R,) of a process, and which of all rows it owns itself."""
+
+    order: Tensor  # (R or fewer,) the rows that this process shares with others, those of the first owner first
+    sizes: list[int]  # (P,) how many of them each process owns
+    places: Tensor  # (own rows,) which rows this process owns
+    samples: Tensor  # (own rows,) the sample that each of these belongs to
+    holders: Tensor  # (P, own rows) which processes hold a part of its sequence
+    received: list[int]  # (P,) how many rows of each process this one owns
+
+    @classmethod
+    def share(cls, number: int, owners: Tensor, together: Tensor, rank: int) -> "Rows":
+        """Divide the rows of each sample evenly among `owners` (P, B), of processes that are `together` (P, B)."""
+        size, batch = owners.shape
+        each = number // batch
+        owner = torch.full((batch, each), size)
+        for sample, of_sample in enumerate(owners.T):
+            found = of_sample.nonzero()[:, 0]
+            if len(found):
+                owner[sample] = found[torch.arange(each) * len(found) // max(each, 1)]
+        owner = owner.flatten()
+        sizes = owner.bincount(minlength=size + 1)[:size]
+        places = (owner == rank).nonzero()[:, 0]
+        samples = places // max(each, 1)
+        holders = together[:, samples]
+        order = owner.argsort(stable=True)[: int(sizes.sum())]
+        return cls(order, sizes.tolist(), places, samples, holders, holders.sum(dim=1).tolist())
 
 
 def _masked_sum(allowed: Tensor, x: Tensor) -> Tensor:
@@ -120,8 +160,8 @@ class Merge:
 
     def finish(self) -> KeySummary:
         found = self.pending.wait()
-        self.allowed = self.layout.own_rows(self.layout.before if self.is_causal else self.layout.together, self.rows)
-        self.allowed = self.allowed.to(found.device)
+        which = self.layout.before if self.is_causal else self.layout.together
+        self.allowed = which[:, :, self.layout.rows(self.rows).samples].to(found.device)
         mass, values = found[..., 0], found[..., 1:]
         self.mass, means = merge_all(mass, values, self.allowed)  # of each process: which the backward pass needs
         self.after = torch.logaddexp(self.mass, mass)
@@ -137,7 +177,7 @@ class Merge:
         shift = d_mass - (summary.values * d_values).sum(dim=-1)
         x = self.layout.to_owners(torch.cat((shift[..., None], d_values), dim=-1).flatten(0, 2)).wait()
         if not self.is_causal:
-            total = x.sum(dim=0).expand_as(x) if self.layout.is_plain else _masked_sum(self.allowed, x)
+            total = x.sum(dim=0).expand_as(x)
         else:
             later = self.allowed.transpose(0, 1)  # (P, P, rows): those that come after each process
             # A key's share of a later mass, at most 1.

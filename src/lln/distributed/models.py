@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from lln.distributed.functional import (
+    beyond_neighbors,
     block_diagonal_attention,
     lln_attention,
     lln_diag_attention,
@@ -50,6 +50,7 @@ class Parallel:
         self.lln_diag_attention = partial(lln_diag_attention, group=group)
         self.block_diagonal_attention = partial(block_diagonal_attention, group=group)
         self.near_with_mass_ratio = partial(near_with_mass_ratio, group=group)
+        self.beyond_neighbors = partial(beyond_neighbors, group=group)
         self.state_before = partial(state_before, group=group)
 
 
@@ -159,10 +160,7 @@ def prefill(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
         state = getattr(layer, "state", None)
         if state is None:
             raise ValueError(f"{type(model).__name__} keeps no state of constant size, so it has nothing to share")
-        tensors = {name: x.clone() for name, x in state.to_dict().items()}
-        for x in tensors.values():
-            dist.broadcast(x, src=ranks.global_ranks[-1], group=ranks.group)
-        layer.state = type(state).from_dict(tensors)
+        layer.state = type(state).from_dict({name: ranks.broadcast(x) for name, x in state.to_dict().items()})
         layer.length = input_ids.shape[1] - 1
     return cache
 
@@ -200,10 +198,13 @@ class _Parts:
             self.ranks.check(name, {"error": "ValueError: it needs input_ids or inputs_embeds"}, (), device)
             raise AssertionError
         batch, tokens = whole.shape[:2]
+        cache = given.get("past_key_values")
         description = {
             "batch": batch,
             "tokens": tokens,
+            "tokens in the cache": 0 if cache is None else cache.get_seq_length(),
             "arguments": sorted(name for name, x in given.items() if x is not None),
+            **{name: x for name, x in given.items() if isinstance(x, (bool, int, float, str))},
             "gradients": torch.is_grad_enabled(),
             **{f"kind of {name}": _kind(x) for name, x in given.items() if isinstance(x, Tensor)},
             **{
@@ -220,7 +221,6 @@ class _Parts:
             raise ValueError(
                 f"attention_mask must be {(batch, tokens)} for tokens that are split, got {tuple(mask.shape)}"
             )
-        cache = given.get("past_key_values")
         if cache is not None and cache.get_seq_length() > 0:
             raise ValueError("several processes cannot continue from a cache; see lln.distributed.prefill")
         rows = _packed_rows(given, batch, tokens)
@@ -298,6 +298,10 @@ def _check(model: Any, modules: dict[str, Any]) -> None:
         raise ValueError(
             f'{", ".join(others[:3])} of {name} is not "lln" or "lln_diag" attention of a sequence to itself; use '
             'lln.hf.convert(model, "lln_diag") on a model of self-attention'
+        )
+    if any(getattr(module.mechanism, "combine", None) == "mass" for module in modules.values()):
+        raise ValueError(
+            f'combine="mass" of {name} needs the moments of keys that other processes hold; use "gate" or "replace"'
         )
     is_base = getattr(model, "base_model", model) is model
     if not is_base and not TOKEN_HEADS.search(name):

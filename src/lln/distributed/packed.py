@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from lln.distributed.ranks import Ranks
 from lln.functional import attend as attend_here
-from lln.neighbors import near_with_mass_ratio
+from lln.neighbors import beyond_neighbors, near_with_mass_ratio
 from lln.packed import INTEGERS
 from lln.problem import Problem, Tokens
 
@@ -57,7 +57,7 @@ def attend_packed(
     starts: list[int],
     given: dict[str, Any],
     *,
-    with_ratio: bool = False,
+    kind: str = "attention",
 ) -> Tensor:
     """The attention of each sequence to itself, (1, H, N, V) for the tokens of this process.
 
@@ -67,7 +67,7 @@ def attend_packed(
         tokens: the number of tokens of every process.
         starts: where sequences start in the whole row, and where the last ends.
         given: the options of the call.
-        with_ratio: the output has a feature more, see `lln.distributed.core.attend`.
+        kind: of attention, see `lln.distributed.core.attend`.
     """
     total = sum(tokens)
     if not starts or starts[0] != 0 or starts[-1] != total or any(x > y for x, y in pairwise(starts)):
@@ -86,15 +86,15 @@ def attend_packed(
         for rank, found in enumerate(parts):
             for part in found:
                 segments[rank, part.sequence % samples] = part.sequence
-        joint = attend(across, ranks, segments, with_ratio=with_ratio)
+        joint = attend(across, ranks, segments, kind=kind)
         outputs = [joint[x.sequence % samples, :, : x.stop - x.start].unsqueeze(0) for x in own]
         if not own:  # its backward pass is one of all processes
             outputs = [joint[:1, :, :0]]
     if begin < end:
         first = sum(tokens[: ranks.rank])
         inside = [x - first - begin for x in starts if first + begin <= x <= first + end]
-        outputs.insert(1 if own and own[0].start == 0 else 0, _inside(problem, given, begin, end, inside, with_ratio))
-    return torch.cat(outputs, dim=2) if outputs else pad(problem.output_of_nothing(), (0, int(with_ratio)))
+        outputs.insert(1 if own and own[0].start == 0 else 0, _inside(problem, given, begin, end, inside, kind))
+    return torch.cat(outputs, dim=2) if outputs else pad(problem.output_of_nothing(), (0, int(kind != "attention")))
 
 
 def find_parts(tokens: list[int], starts: list[int]) -> list[list[Part]]:
@@ -147,9 +147,7 @@ def _stacked(problem: Problem, own: list[Part], samples: int) -> Problem:
     )
 
 
-def _inside(
-    problem: Problem, given: dict[str, Any], begin: int, end: int, starts: list[int], with_ratio: bool
-) -> Tensor:
+def _inside(problem: Problem, given: dict[str, Any], begin: int, end: int, starts: list[int], kind: str) -> Tensor:
     """The sequences that this process holds entirely, from token `begin` to `end`."""
     options = dict(given)
     for name in ("alpha", "beta", "key_weight"):
@@ -158,9 +156,12 @@ def _inside(
             options[name] = x[:, :, begin:end]
     query, key, value = (x[:, :, begin:end] for x in (problem.query, problem.key, problem.value))
     options |= {"near": problem.near, "cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
-    if not with_ratio:
+    if kind == "attention":
         return attend_here(query, key, value, far=problem.far, **options)
-    weight = None if problem.key_weight is None else problem.key_weight[:, :, begin:end]
     options["block_size"] = problem.block_size
-    output, ratio = near_with_mass_ratio(query, key, value, weight, **options)
+    if kind == "mass ratio":
+        weight = None if problem.key_weight is None else problem.key_weight[:, :, begin:end]
+        output, ratio = near_with_mass_ratio(query, key, value, weight, **options)
+    else:
+        output, ratio = beyond_neighbors(query, key, value, **options)
     return torch.cat((output, ratio[..., None]), dim=-1)

@@ -9,6 +9,7 @@ not begun it.
 import atexit
 import functools
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,6 +128,12 @@ class Ranks:
         """(P, ...) what all processes give, of the same shape on all of them; for a few numbers."""
         return self.exchange(x.expand(self.size, *x.shape), [1] * self.size, [1] * self.size).wait()
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """What the last process gives, where `x` has the same shape on all of them; for what is small."""
+        is_last, others = self.rank == self.size - 1, self.size - 1
+        rows = x.expand(self.size if is_last else 0, *x.shape)
+        return self.exchange(rows, [int(is_last)] * self.size, [0] * others + [1]).wait()[0]
+
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int], *, sparse: bool = False) -> Pending:
         """Send `send[r]` rows of `x` to each process r, and receive `receive[r]` rows from it.
 
@@ -190,8 +197,10 @@ class Ranks:
         found = self.gather(header).cpu()
         if bool((found[:, 0] == found[0, 0]).all()) and not bool(found[:, 1].any()):
             return found[:, 2 : 2 + len(sizes)]
-        everyone: list[dict[str, str]] = [{} for _ in range(self.size)]
-        dist.all_gather_object(everyone, words, group=self.group)
+        text = torch.tensor([*json.dumps(words).encode()], dtype=torch.uint8, device=self.header_device(device))
+        lengths = self.gather(torch.tensor(len(text), device=text.device)).tolist()
+        texts = self.exchange(text.repeat(self.size), [len(text)] * self.size, lengths).wait()
+        everyone = [json.loads(bytes(x.tolist())) for x in torch.split(texts, lengths)]
         raise ValueError(_differences(what, everyone, self.global_ranks))
 
     def _report(self, number: int, began: float, error: BaseException) -> NoReturn:

@@ -124,32 +124,22 @@ def _product_of_squares(square_q: Tensor, square_k: Tensor, numbers: Tensor, lay
     """
     batch, heads, dim, _ = square_q.shape
     row, column = torch.triu_indices(dim, dim, device=square_q.device)
-    entries = torch.cat((square_q[:, :, row, column], square_k[:, :, row, column]), dim=1)
-    found = layout.to_owners(entries.permute(2, 0, 1).contiguous()).wait()  # (P, own entries, B, H + H_k)
-    wide = numbers.dtype
-    double = torch.where(row == column, 1.0, 2.0).to(wide)
-    sizes = layout._sizes(len(row))
-    first = sum(sizes[: layout.ranks.rank])
-    double = double[first : first + sizes[layout.ranks.rank], None, None]
-    together = layout.together.to(square_q.device)
-    size, own = layout.ranks.size, layout.ranks.rank
-
-    def product(total: Tensor) -> Tensor:
-        q, k = torch.split(total.to(wide), [heads, total.shape[-1] - heads], dim=-1)
-        return (q * _repeat(k, heads // k.shape[-1], dim=-1) * double).sum(dim=0)
-
-    if layout.is_plain:
-        products = product(found.sum(dim=0)).expand(size, batch, heads)
-    else:
-        products = torch.stack([product(found.where(x[:, None, :, None], 0.0).sum(dim=0)) for x in together])
-    if layout.is_plain and size > FEW:
-        total = layout.sum(torch.cat((products[0, ..., None], numbers), dim=-1), layout.together)
-        return total[..., 0], total[..., 1:]
-    # Each owner's products for each process, and the numbers of this one for those that hold the same sequences.
-    shared = numbers.expand(size, *numbers.shape).where(together[:, own, :, None, None], 0.0)
-    out = torch.cat((products[..., None], shared), dim=-1)
-    back = layout.ranks.exchange(out.contiguous(), [1] * size, [1] * size).wait().sum(dim=0)
-    return back[..., 0], back[..., 1:]
+    entries = torch.cat((square_q[:, :, row, column], square_k[:, :, row, column]), dim=1).mT.flatten(0, 1)
+    found = layout.to_owners(entries).wait().sum(dim=0).to(numbers.dtype)  # (own entries, H + H_k)
+    own = layout.rows(len(entries))
+    q, k = torch.split(found, [heads, found.shape[1] - heads], dim=1)
+    double = torch.where(row == column, 1.0, 2.0).to(q)[own.places.to(row.device) % len(row), None]
+    products = q.new_zeros(batch, heads)
+    products.index_add_(0, own.samples.to(q.device), q * _repeat(k, heads // k.shape[1]) * double)
+    out = torch.cat((products[..., None], numbers), dim=-1)
+    size = layout.ranks.size
+    if size > FEW:
+        total = layout.sum(out, layout.together)
+    else:  # to all that hold the same sequences
+        together = layout.together[:, layout.ranks.rank, :, None, None].to(out.device)
+        shared = out.expand(size, *out.shape).where(together, 0.0)
+        total = layout.ranks.exchange(shared.contiguous(), [1] * size, [1] * size).wait().sum(dim=0)
+    return total[..., 0], total[..., 1:]
 
 
 def _batch_moments(problem: Problem, query: Tensor, key: Tensor, layout: Layout) -> Moments:
