@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lln.backends.base import empty_rows
 from lln.backends.triton import configs
 from lln.backends.triton.configs import power_of_two, value_block
 from lln.backends.triton.kernels.common import Keys, Queries, Rows
@@ -108,7 +109,8 @@ def padded_values(query: Tensor, value: Tensor) -> int:
 
 
 def contiguous_features(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    """x as kernels read it; a copy keeps the order of samples, heads and tokens, which is that of the output too."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else empty_rows(x, x.shape[3]).copy_(x)
 
 
 def prepared(inputs: FarInputs) -> FarInputs:
