@@ -216,7 +216,7 @@ def _causal_backward(
     starts = running(run, found, pairs, reverse=False)
     d_query_logs, d_key_logs = (new_floats(query, batch, heads, tokens, width) for _ in range(2))
     # Products of half precision would round it.
-    scaled = torch.empty_like(gradient) if query.dtype == torch.float32 else None
+    scaled = empty_rows(gradient, gradient.shape[3]) if query.dtype == torch.float32 else None
     for block in range(blocks):
         run(
             "causal_queries_backward_kernel",
