@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import helpers
 from lln.bench import attention, candidates
 from lln.bench.peak import Peak, random_heads
 
@@ -68,6 +69,13 @@ def test_what_cannot_run_is_left_out_with_the_reason(gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     reasons = {row["mechanism"]: row["skipped"] for row in rows_of() if "skipped" in row}
     assert reasons == {"fla": "cannot run: flash-linear-attention is not installed"}
+
+
+def test_results_name_what_computes_causal_attention():
+    """Heads of 128 run in the kernels, but not causal ones."""
+    for causal, answer in ((False, "triton: yes"), (True, "triton: no, causal attention of head dimension 128")):
+        setting = candidates.Setting(heads=1, head_dim=128, causal=causal, device=helpers.GPU or "cpu")
+        assert answer in attention.kernel_in_use(setting)["explained"]
 
 
 def test_flash_linear_attention_is_called_with_tokens_first(fla):
