@@ -109,7 +109,11 @@ def test_the_fastest_number_of_stages_is_kept_for_other_processes(gpu, monkeypat
         return milliseconds[measured[-1]]
 
     monkeypatch.setattr(tuning, "_milliseconds", measure)
-    call = tuning.Call("recall_kernel", (1,), (64, 64), torch.float16, {})
+    short, call = (
+        tuning.Call("recall_kernel", (1,), (64, 64), torch.float16, {"tokens": tokens}) for tokens in (64, 4096)
+    )
+    assert tuning.fastest_stages(short, torch.device("cuda"), lambda **_: None) == 2
+    assert not measured
     for _ in range(2):  # the second is another process
         assert tuning.fastest_stages(call, torch.device("cuda"), lambda **_: None) == 3
         tuning._known.cache_clear()
