@@ -21,7 +21,7 @@ from lln.backends.triton.arguments import (
     scale_of,
 )
 from lln.backends.triton.forward import causal_arguments, new_summary, running, summarize
-from lln.backends.triton.kernels.common import Keys
+from lln.backends.triton.kernels.common import ABSENT, Keys
 from lln.backends.triton.kernels.gradients import KeyGradients
 from lln.matching.curves import Form
 
@@ -208,6 +208,8 @@ def _causal_backward(
     batch, heads, tokens, width = query.shape
     pairs, blocks = batch * heads, run.sizes["VALUE_BLOCKS"]
     splits, _ = run.split(tokens)
+    # Queries without a gradient count for nothing: 0 times what is not finite of them would be NaN for all keys before.
+    logs = logs.masked_fill(~gradient.any(dim=3), ABSENT.value)
     arguments: Arguments = {
         **causal_arguments(run, inputs, form),
         "logs_of_total": scale_of(logs),
