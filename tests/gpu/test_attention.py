@@ -201,7 +201,6 @@ def test_low_precision_is_no_worse_than_twice_the_plain_formula(tokens, triton_b
         assert (x - z).abs().max() <= factor * (y - z).abs().max()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which computes in the interpreter
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_what_is_not_finite_shows_in_later_rows_only(tokens, triton_backend, is_causal):
     for where in (1, 2):
