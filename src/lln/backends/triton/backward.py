@@ -19,6 +19,7 @@ from lln.backends.triton.arguments import (
     queries_of,
     rows_of,
     scale_of,
+    without_offset,
 )
 from lln.backends.triton.forward import causal_arguments, new_summary, running, summarize
 from lln.backends.triton.kernels.common import ABSENT, Keys
@@ -89,7 +90,7 @@ def far_backward(
     is_causal: bool,
 ) -> Gradients:
     """Gradients of LLN attention, from what `far_forward` returned."""
-    inputs = prepared(inputs)
+    inputs = without_offset(prepared(inputs), form)
     gradient = contiguous_features(gradient)
     run = Launcher(inputs.query, inputs.value, is_causal=is_causal)
     if is_causal:

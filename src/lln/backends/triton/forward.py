@@ -20,6 +20,7 @@ from lln.backends.triton.arguments import (
     prepared,
     queries_of,
     rows_of,
+    without_offset,
 )
 from lln.backends.triton.kernels.common import Keys, Rows, Summary
 from lln.backends.triton.statistics import match
@@ -97,6 +98,7 @@ def far_forward(inputs: FarInputs, matching: Matching, form: Form, *, is_causal:
         )
     assert inputs.alpha is not None
     assert inputs.beta is not None
+    inputs = without_offset(inputs, form)
     run = Launcher(inputs.query, inputs.value, is_causal=is_causal)
     output = empty_rows(inputs.query, inputs.value.shape[3])
     (batch, heads, tokens, _), is_normalized = inputs.query.shape, form != "paper"
