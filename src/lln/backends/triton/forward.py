@@ -96,9 +96,9 @@ def far_forward(inputs: FarInputs, matching: Matching, form: Form, *, is_causal:
         inputs = inputs.with_scales(
             alpha if inputs.alpha is None else inputs.alpha, beta if inputs.beta is None else inputs.beta
         )
+    inputs = without_offset(inputs, form)
     assert inputs.alpha is not None
     assert inputs.beta is not None
-    inputs = without_offset(inputs, form)
     run = Launcher(inputs.query, inputs.value, is_causal=is_causal)
     output = empty_rows(inputs.query, inputs.value.shape[3])
     (batch, heads, tokens, _), is_normalized = inputs.query.shape, form != "paper"
