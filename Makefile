@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TRITON := .venv/.triton
+# All cases of the tests of all backends take hours in the interpreter: make test-triton TRITON_CASES=
+TRITON_CASES := --one-case
 C_FILES := $(wildcard src/lln/backends/cpu/src/*.[ch] tests/sanitize/*.c)
 
 .DEFAULT_GOAL := help
@@ -33,6 +35,7 @@ $(TRITON): $(READY)
 
 test-triton: $(TRITON)  ## run the GPU kernels in an interpreter, and compile them for real GPUs (downloads 300 MB)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 tests/gpu
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -k triton -m "not slow" $(TRITON_CASES) tests/test_*.py
 	$(BIN)/python -m pytest -m compiled tests/gpu
 
 test-gpu: $(READY)  ## run the GPU kernels on this machine's GPU

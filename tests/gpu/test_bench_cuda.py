@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import helpers
 from lln.bench import attention, candidates
 from lln.bench.peak import Peak, random_heads
 
@@ -69,6 +70,13 @@ def test_what_cannot_run_is_left_out_with_the_reason(gpu, monkeypatch):
     assert reasons == {"fla": "cannot run: flash-linear-attention is not installed"}
 
 
+def test_results_name_what_computes_causal_attention():
+    """Heads of 128 run in the kernels, but not causal ones."""
+    for causal, answer in ((False, "triton: yes"), (True, "triton: no, causal attention of head dimension 128")):
+        setting = candidates.Setting(heads=1, head_dim=128, causal=causal, device=helpers.GPU or "cpu")
+        assert answer in attention.kernel_in_use(setting)["explained"]
+
+
 def test_flash_linear_attention_is_called_with_tokens_first(fla):
     setting = candidates.Setting(heads=2, head_dim=16, causal=True)
     q, k, v = (x.abs() for x in random_heads(70, heads=2, head_dim=16))
@@ -100,7 +108,11 @@ def test_the_fastest_number_of_stages_is_kept_for_other_processes(gpu, monkeypat
         return milliseconds[measured[-1]]
 
     monkeypatch.setattr(tuning, "_milliseconds", measure)
-    call = tuning.Call("recall_kernel", (1,), (64, 64), torch.float16, {})
+    short, call = (
+        tuning.Call("recall_kernel", (1,), (64, 64), torch.float16, {"tokens": tokens}) for tokens in (64, 4096)
+    )
+    assert tuning.fastest_stages(short, torch.device("cuda"), lambda **_: None) == 2
+    assert not measured
     for _ in range(2):  # the second is another process
         assert tuning.fastest_stages(call, torch.device("cuda"), lambda **_: None) == 3
         tuning._known.cache_clear()

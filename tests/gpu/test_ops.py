@@ -9,17 +9,40 @@ from lln.backends import BACKENDS
 from lln.state import LLNState
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_registered_ops_pass_opcheck(tokens, is_causal):
+def check_ops(q, k, v, *, is_causal, **options):
+    """All four ops: attention with gradients of a scale, or of log-weights and beside centres; neighbours."""
     from lln.backends.triton import ops
 
-    q, k, v = tokens(B=1, H=2, Hk=1, N=5, D=8, dtype=torch.float32, grad=True)
     keep = torch.tensor([[True, True, False, True, True]])
-    alpha = torch.ones(1, 2, 1, requires_grad=True)
-    far = (q, k, v, keep, keep, alpha, None, None, None, None, "variance", "unbiased", is_causal)
-    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.far_op, far, test_utils=utilities)
-    torch.library.opcheck(ops.near_op, (q, k, v, keep, 2, False, is_causal), test_utils=utilities)
+    scale = torch.ones(1, 4, 5 if is_causal else 1, requires_grad=True)
+    weight, centers = torch.randn(1, 4, 5, requires_grad=True), (torch.randn(1, 4, 8), torch.randn(1, 2, 8))
+    for given in ((scale, None, None, None, None, "unbiased"), (None, None, weight, *centers, "decomposed")):
+        alpha, beta, *others, form = given
+        far = q, k, v, keep, keep, alpha, beta, *others, "variance", form, is_causal
+        torch.library.opcheck(ops.far_op, far, **options)
+        output, alpha, beta, *kept = (x.detach() for x in ops.far_op(*far))
+        saved = q, k, v, keep, keep, alpha, beta, *others, output, *kept
+        wanted = True, others[0] is not None, False
+        backward = [None if x is None else x.detach() for x in (output, *saved)]
+        torch.library.opcheck(ops.far_backward_op, (*backward, form, is_causal, *wanted), **options)
+    near = 2, False, is_causal
+    torch.library.opcheck(ops.near_op, (q, k, v, keep, *near), **options)
+    output, logs = ops.near_op(q, k, v, keep, *near)
+    backward = [x.detach() for x in (output, q, k, v, keep, logs)]
+    torch.library.opcheck(ops.near_backward_op, (*backward, *near), **options)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_registered_ops_pass_opcheck(tokens, is_causal):
+    check_ops(*tokens(B=1, H=4, Hk=2, N=5, D=8, dtype=torch.float32, grad=True), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_fakes_have_the_strides_of_results_where_features_are_apart(tokens, is_causal):
+    """Heads are innermost here: kernels read a copy, and torch.compile expects the strides of the fake result."""
+    inputs = tokens(B=1, H=4, Hk=2, N=5, D=8, dtype=torch.float32)
+    apart = (x.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1) for x in inputs)
+    check_ops(*apart, is_causal=is_causal, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -89,7 +112,9 @@ STATES = {
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in_place"])
 @pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
 @pytest.mark.parametrize("name", STATES)
-def test_a_step_is_the_next_row_of_causal_attention(tokens, triton_backend, monkeypatch, name, padded, in_place):
+def test_a_step_is_the_next_row_of_causal_attention(
+    tokens, triton_backend, full_of_nan, monkeypatch, name, padded, in_place
+):
     q, k, v = tokens(B=2, H=2, Hk=1, N=6, D=12, Dv=20, dtype=torch.float32)
     keep = torch.rand(2, 6) < 0.6 if padded else torch.ones(2, 6, dtype=torch.bool)
     options = dict(STATES[name])

@@ -16,9 +16,8 @@ def test_every_kernel_is_recorded_without_a_problem():
     found = read_results(file, made_by=f"lln bench kernels --out {file}")
     assert {row["kernel"] for row in found["kernels"].rows} == set(kernels())
     assert not [row for row in found["kernels"].rows if row["problem"] is not None]
-    (at_8192,) = [
-        row["of_once"]
-        for row in found["bounds"].rows
-        if (row["gpu"], row["dtype"], row["tokens"]) == ("A100 40 GB", "float16", 8192)
-    ]
-    assert at_8192 <= 1.6
+    # On GPUs of compute capability 8.6 and 8.9 a program has less than on those that are compiled for: 99 KB.
+    assert max(row["shared"] for row in found["kernels"].rows) <= 99 << 10
+    at_8192 = [row["of_once"] for row in found["bounds"].rows if (row["gpu"], row["tokens"]) == ("A100 40 GB", 8192)]
+    assert len(at_8192) == 2  # float16 and float32
+    assert max(at_8192) <= 1.6

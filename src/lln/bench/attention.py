@@ -55,7 +55,7 @@ def compare_attention(
 
 def kernel_in_use(setting: Setting) -> dict[str, str | None]:
     """What computes LLN attention here: the environment variable, and what `lln.backends.explain` returns."""
-    explained = backends.explain(*candidates.random_inputs(setting, SMALL))
+    explained = backends.explain(*candidates.random_inputs(setting, SMALL), is_causal=setting.causal)
     return {"LLN_BACKEND": os.environ.get("LLN_BACKEND"), "explained": explained}
 
 

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lln.backends.base import empty_rows
 from lln.backends.triton import configs
 from lln.backends.triton.configs import power_of_two, value_block
 from lln.backends.triton.kernels.common import Keys, Queries, Rows
+from lln.matching.curves import Form
 
 Arguments = dict[str, Any]
+OFFSET = 256.0
 
 
 class FarInputs(NamedTuple):
@@ -108,7 +111,30 @@ def padded_values(query: Tensor, value: Tensor) -> int:
 
 
 def contiguous_features(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    """x as kernels read it; a copy keeps the order of samples, heads and tokens, which is that of the output too."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else empty_rows(x, x.shape[3]).copy_(x)
+
+
+def without_offset(inputs: FarInputs, form: Form) -> FarInputs:
+    """Log-weights less that of the first kept key, which cancels: large sums would lose digits.
+
+    Not where the weight and beta k of that key cancel. What is subtracted is a multiple of `OFFSET`, so that float32
+    differences of large weights are exact.
+    """
+    weight, keep = inputs.key_weight, inputs.keep_key
+    if weight is None:
+        return inputs
+    place = weight.new_zeros(len(weight), dtype=torch.int64) if keep is None else keep.argmax(dim=1)
+    place = place[:, None, None]
+    first = weight.take_along_dim(place, dim=2)
+    offset = (first / OFFSET).round() * OFFSET
+    if form == "paper":
+        assert inputs.beta is not None
+        beta = inputs.beta.expand(weight.shape).take_along_dim(place, dim=2)
+        key = inputs.key.take_along_dim(place[..., None], dim=2).float().mean(dim=3)
+        key = key.repeat_interleave(weight.shape[1] // key.shape[1], dim=1)
+        offset = offset.masked_fill((first + beta * key).abs() < first.abs() / 2, 0.0)
+    return inputs._replace(key_weight=weight - offset)
 
 
 def prepared(inputs: FarInputs) -> FarInputs:

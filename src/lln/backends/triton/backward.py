@@ -19,9 +19,10 @@ from lln.backends.triton.arguments import (
     queries_of,
     rows_of,
     scale_of,
+    without_offset,
 )
 from lln.backends.triton.forward import causal_arguments, new_summary, running, summarize
-from lln.backends.triton.kernels.common import Keys
+from lln.backends.triton.kernels.common import ABSENT, Keys
 from lln.backends.triton.kernels.gradients import KeyGradients
 from lln.matching.curves import Form
 
@@ -89,7 +90,7 @@ def far_backward(
     is_causal: bool,
 ) -> Gradients:
     """Gradients of LLN attention, from what `far_forward` returned."""
-    inputs = prepared(inputs)
+    inputs = without_offset(prepared(inputs), form)
     gradient = contiguous_features(gradient)
     run = Launcher(inputs.query, inputs.value, is_causal=is_causal)
     if is_causal:
@@ -208,6 +209,8 @@ def _causal_backward(
     batch, heads, tokens, width = query.shape
     pairs, blocks = batch * heads, run.sizes["VALUE_BLOCKS"]
     splits, _ = run.split(tokens)
+    # Queries without a gradient count for nothing: 0 times what is not finite of them would be NaN for all keys before.
+    logs = logs.masked_fill(~gradient.any(dim=3), ABSENT.value)
     arguments: Arguments = {
         **causal_arguments(run, inputs, form),
         "logs_of_total": scale_of(logs),
@@ -216,7 +219,7 @@ def _causal_backward(
     starts = running(run, found, pairs, reverse=False)
     d_query_logs, d_key_logs = (new_floats(query, batch, heads, tokens, width) for _ in range(2))
     # Products of half precision would round it.
-    scaled = torch.empty_like(gradient) if query.dtype == torch.float32 else None
+    scaled = empty_rows(gradient, gradient.shape[3]) if query.dtype == torch.float32 else None
     for block in range(blocks):
         run(
             "causal_queries_backward_kernel",

@@ -20,6 +20,7 @@ from lln.backends.triton.arguments import (
     prepared,
     queries_of,
     rows_of,
+    without_offset,
 )
 from lln.backends.triton.kernels.common import Keys, Rows, Summary
 from lln.backends.triton.statistics import match
@@ -95,6 +96,7 @@ def far_forward(inputs: FarInputs, matching: Matching, form: Form, *, is_causal:
         inputs = inputs.with_scales(
             alpha if inputs.alpha is None else inputs.alpha, beta if inputs.beta is None else inputs.beta
         )
+    inputs = without_offset(inputs, form)
     assert inputs.alpha is not None
     assert inputs.beta is not None
     run = Launcher(inputs.query, inputs.value, is_causal=is_causal)

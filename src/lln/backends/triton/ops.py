@@ -47,21 +47,8 @@ def far_op(
 
 
 @far_op.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep_query: Tensor | None,
-    keep_key: Tensor | None,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    key_weight: Tensor | None,
-    center_query: Tensor | None,
-    center_key: Tensor | None,
-    matching: str,
-    form: str,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    alpha, beta, is_causal = others[2], others[3], others[-1]
     batch, heads, tokens, width = query.shape
     scale = (batch, heads, tokens if is_causal else 1)
     used_alpha, used_beta = (new_floats(query, *scale) if x is None else x.clone() for x in (alpha, beta))
@@ -105,26 +92,9 @@ def far_backward_op(
 
 @far_backward_op.register_fake
 def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep_query: Tensor | None,
-    keep_key: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    key_weight: Tensor | None,
-    center_query: Tensor | None,
-    center_key: Tensor | None,
-    output: Tensor,
-    first: Tensor,
-    second: Tensor,
-    form: str,
-    is_causal: bool,
-    of_scales: bool,
-    of_weight: bool,
-    of_centers: bool,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of_scales, of_weight, of_centers = others[-3:]
     (batch, heads, tokens, width), (_, key_heads, keys, _) = query.shape, key.shape
     tokens_of_scales = (tokens, keys) if of_scales else (0, 0)
     center = width if of_centers else 0
@@ -186,9 +156,7 @@ def near_op(
 
 
 @near_op.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, is_window: bool, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_rows(query, value.shape[3]), new_floats(query, *query.shape[:3])
 
 
@@ -209,17 +177,7 @@ def near_backward_op(
 
 
 @near_backward_op.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep: Tensor | None,
-    logs: Tensor,
-    block_size: int,
-    is_window: bool,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return empty_rows(query, query.shape[3]), empty_rows(key, key.shape[3]), empty_rows(value, value.shape[3])
 
 

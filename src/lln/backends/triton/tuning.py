@@ -27,6 +27,9 @@ from lln.cache import cache_folder
 
 MODULES = (moments, prefix, summary, full_backward, gradients, causal, causal_backward, near, step)
 FILE = "triton-stages.json"
+# A program goes through few tiles of shorter inputs, so that nothing is loaded ahead and all numbers of stages take as
+# long: the choice would be noise, and kept.
+FEWEST_TOKENS = 1024
 
 
 class Call(NamedTuple):
@@ -93,12 +96,16 @@ def run(
 
 
 def fastest_stages(call: Call, device: torch.device, function: Callable[..., Any]) -> int:
-    """The number of stages that took the least time on this GPU; kept in the cache folder for other processes."""
+    """The number of stages that took the least time on this GPU; kept in the cache folder for other processes.
+
+    It is measured in the first call of at least `FEWEST_TOKENS`; until then it is the first choice.
+    """
     key = f"{torch.cuda.get_device_name(device)} {call.kernel} {call.widths} {call.dtype}"
     known = _known()
     if key not in known:
         choices = stages_of(call.kernel, call.config())
-        if len(choices) == 1 or torch.cuda.is_current_stream_capturing():
+        is_short = call.arguments.get("tokens", 0) < FEWEST_TOKENS
+        if len(choices) == 1 or is_short or torch.cuda.is_current_stream_capturing():
             return choices[0]
         known[key] = min(choices, key=lambda stages: _milliseconds(functools.partial(function, num_stages=stages)))
         _write(known)

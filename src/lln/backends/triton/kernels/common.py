@@ -221,5 +221,8 @@ def weigh(
         shift = shift - top - tl.log(total)
         if CENTERED:
             shift = shift + tl.sum(x * other_center[None, :], axis=1) * (WIDTH**-0.5)
-    logs = logs + (shift + row_flags(x))[:, None]
+        logs = logs + (shift + row_flags(x))[:, None]
+    else:
+        # Rounded once: what the product loses would be of the size of the differences where it and the shift cancel.
+        logs = tl.fma(y, scale[:, None], (shift + row_flags(x))[:, None])
     return tl.where(there & is_row[:, None], logs, ABSENT)

@@ -195,7 +195,8 @@ def near_queries_backward_kernel(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """d_query, and g . out of each token."""
+    """d_query, and g . out of each token, or ABSENT where g is 0: such a query counts for nothing to the keys, because
+    0 times what is not finite of it would be NaN."""
     _place, pair, tile, batch, head = place_of(tiles, heads)
     row_head = head // groups
     i, there, rows, low, high, start, end = ranks_of_tile(x, batch, tile, tokens, left, right, size, BLOCK_N)
@@ -211,13 +212,16 @@ def near_queries_backward_kernel(
         )
         shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
         own_dots += tl.sum(score_gradients(shares, g, v, own_logs * 0.0, allowed, PRECISION), axis=1)
-    tl.store(dots + pair * tokens + rows, own_dots, mask=there)
+    counts = tl.max(tl.where(g == 0.0, 0.0, 1.0), axis=1) > 0.0
+    tl.store(dots + pair * tokens + rows, tl.where(counts, own_dots, ABSENT), mask=there)
     for key_first in range(start, end, BLOCK_M):
         k, v, allowed = load_keys(
             x, batch, row_head, key_first, end, low, high, tokens, D, V, BLOCK_D, BLOCK_V, BLOCK_M
         )
         shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
-        d_q = dot(score_gradients(shares, g, v, own_dots, allowed, PRECISION), k, d_q, PRECISION)
+        # A key that is not seen has the gradient 0, yet 0 times NaN is NaN. One that is seen has made `own_logs` NaN.
+        finite_k = tl.where(tl.abs(k) <= LARGEST, k, 0.0)
+        d_q = dot(score_gradients(shares, g, v, own_dots, allowed, PRECISION), finite_k, d_q, PRECISION)
     store_rows(d_query, batch, head, rows, i < tokens, d_q * scale, D, BLOCK_D, 0)
 
 
@@ -258,12 +262,13 @@ def near_keys_backward_kernel(
         for query_first in range(start, end, BLOCK_N):
             i = query_first + tl.arange(0, BLOCK_N)
             query_rows = rows_of_ranks(x, batch, i, tokens)
-            # Scaled as in `near_kernel`: a score that is rounded otherwise would not fit its logsumexp.
-            q = load_rows(x.query, batch, head, query_rows, i < end, D, BLOCK_D, 0) * scale
-            g = load_rows(gradient, batch, head, query_rows, i < end, V, BLOCK_V, 0)
-            own_logs = load_scale(logs, batch, head, query_rows, i < end)
             own_dots = load_scale(dots, batch, head, query_rows, i < end)
-            allowed = (i[:, None] >= low[None, :]) & (i[:, None] < high[None, :])
+            counts = (i < end) & (own_dots != ABSENT)
+            # Scaled as in `near_kernel`: a score that is rounded otherwise would not fit its logsumexp.
+            q = load_rows(x.query, batch, head, query_rows, counts, D, BLOCK_D, 0) * scale
+            g = load_rows(gradient, batch, head, query_rows, counts, V, BLOCK_V, 0)
+            own_logs = load_scale(logs, batch, head, query_rows, counts)
+            allowed = (i[:, None] >= low[None, :]) & (i[:, None] < high[None, :]) & counts[:, None]
             shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
             d_v = dot(tl.trans(shares), g, d_v, PRECISION)
             d_k = dot(tl.trans(score_gradients(shares, g, v, own_dots, allowed, PRECISION)), q, d_k, PRECISION)

@@ -80,9 +80,9 @@ def summarize_kernel(
         own_shift = tl.zeros((BLOCK_N,), tl.float32)
         own_factor = tl.full((BLOCK_N,), 1.0, tl.float32)
         if factor is not None:
-            own_shift = -load_scale(keys.weight, batch, head, rows, is_row)
+            own_total = load_scale(keys.weight, batch, head, rows, is_row)
             x, usable = usable_queries(load_rows(keys.rows, batch, row_head, rows, is_row, D, BLOCK_D, 0), there)
-            there = is_row & usable & (own_shift < -ABSENT)
+            there = is_row & usable & (own_total > ABSENT)
             own_factor = load_scale(factor, batch, head, rows, there)
         else:
             x = load_rows(keys.rows, batch, row_head, rows, there, D, BLOCK_D, 0)
@@ -90,6 +90,8 @@ def summarize_kernel(
                 own_shift = load_scale(keys.weight, batch, head, rows, there)
         own_scale = load_scale(keys.scale, batch, head, rows, there)
         logs = weigh(x, own_scale, own_shift, middle, other, there, D, BLOCK_D, keys.center is not None, NORMALIZED)
+        if factor is not None:  # from the rounded product, as in `causal_backward.load_past`
+            logs = tl.where(there[:, None], logs - own_total[:, None], ABSENT)
         v = load_rows(value, batch, row_head, rows, there, V, BLOCK_V, value_first)
         top, weight, total = remember(top, weight, total, logs, v, own_factor, there, PRECISION)
     features = tl.arange(0, BLOCK_D)
