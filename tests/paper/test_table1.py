@@ -14,7 +14,7 @@ from lln.linearize.config import LinearizeConfig
 from lln.paper import table, table1_methods
 from lln.paper import table1 as report
 from lln.paper.jobs import Request
-from lln.paper.table1_methods import BATCH_TOKENS, METHODS, SEVEN, STEPS, TRIAL_STEPS, Cell, cells, learned_tokens
+from lln.paper.table1_methods import ALL_STEPS, BATCH_TOKENS, METHODS, SCHEDULES, SEVEN, Cell, cells, learned_tokens
 from lln.paper.table1_runs import chosen_cells, reproduce_table_1
 from lln.results import Result, read_results, write_results
 from lln.tasks import schedule
@@ -35,18 +35,21 @@ def test_the_plan():
     assert "imdb" not in {cell.task for cell in first}
 
 
-@pytest.mark.parametrize("steps", [STEPS, TRIAL_STEPS], ids=["final", "trial"])
-def test_every_method_has_the_same_number_of_steps(steps):
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_method_has_the_same_number_of_steps(name):
+    steps = SCHEDULES[name].steps
+    assert sum(steps.values()) == ALL_STEPS
     for method in METHODS:
         if method != "softmax":
-            assert sum(METHODS[method].stage_steps(steps).values()) == sum(steps.values())
+            assert learned_tokens(method, name)["tokens"] == ALL_STEPS * BATCH_TOKENS
+            assert sum(METHODS[method].stage_steps(SCHEDULES[name].trial.steps).values()) == ALL_STEPS // 2
     assert METHODS["lln_diag_ours"].stage_steps(steps) == steps
     for method in ("elu", "lln", "lln_diag", "performer"):  # nothing to align or join
-        assert METHODS[method].stage_steps(steps)["distil"] == sum(steps.values())
+        assert METHODS[method].stage_steps(steps)["distil"] == ALL_STEPS
     for method in ("lln_ours", "hedgehog"):  # nothing to join
         found = METHODS[method].stage_steps(steps)
-        assert found == {**steps, "join": 0, "distil": steps["distil"] + steps["join"]}
-    assert {learned_tokens(x)["tokens"] for x in METHODS if x != "softmax"} == {sum(STEPS.values()) * BATCH_TOKENS}
+        last = "distil" if steps["distil"] else "align"
+        assert found == {**steps, "join": 0, last: steps[last] + steps["join"]}
 
 
 def test_the_papers_forms_leave_out_what_linearize_adds():
@@ -74,7 +77,7 @@ class Child:
 
     started: ClassVar[list[list[str]]] = []
     fails: ClassVar[set[str]] = set()
-    divergence: ClassVar[dict[float, float]] = {3e-5: 0.2, 1e-4: 0.1}
+    divergence: ClassVar[dict[float, float]] = {1e-4: 0.2, 3e-4: 0.1}
 
     def __init__(self, command, **options):
         folder = Path(command[command.index("--out") + 1])
@@ -160,7 +163,8 @@ def test_runs_become_lines(child, places, capsys):
     assert softmax["metrics"] == elu["softmax"] == {"accuracy": 0.5}
     assert elu["metrics"] == {"accuracy": 0.4}
     assert "linearize" not in softmax
-    assert elu["linearize"] == learned_tokens("elu")
+    assert elu["linearize"] == learned_tokens("elu", "align")
+    assert elu["schedule"] == "align"
     assert elu["kept"] == {"cosine": 0.9, "divergence": 0.1}
     assert {"options", "train_examples", "eval_examples", "commit", "machine"} <= elu.keys()
     assert {"learning_rate", "epochs", "seconds", "steps"} <= softmax.keys()
@@ -173,22 +177,22 @@ def test_runs_become_lines(child, places, capsys):
     assert not (places["runs"] / "table1" / "elu-rte-seed0").exists()
 
 
-def test_the_better_of_two_rates_is_chosen_on_held_out_training_examples(child, places):
+def test_the_better_of_two_schedules_is_chosen_on_held_out_training_examples(child, places):
     run(places, methods=["elu"], tasks=["rte"], seeds=[0])
     assert names(child) == [
         "softmax-rte-seed0",
         "softmax-qnli-seed0",
-        "try-elu-3e-05",
-        "try-elu-0.0001",
+        "try-elu-align",
+        "try-elu-distil",
         "elu-rte-seed0",
     ]
     trials, final = child.started[2:4], child.started[4]
     assert all("--hold-out" in command for command in trials)
     assert "--hold-out" not in final
-    assert final[final.index("--distil-rate") + 1] == "0.0001"
-    assert final[final.index("--distil-feature-rate") + 1] == "0.001"
-    assert lines(places)[-1]["trials"] == {"0.0001": 0.1, "3e-05": 0.2}
-    assert lines(places)[-1]["learning_rate"] == 1e-4
+    assert final[final.index("--distil-rate") + 1] == "0.0003"
+    assert final[final.index("--distil-feature-rate") + 1] == "0.003"
+    assert lines(places)[-1]["trials"] == {"align": 0.1, "distil": 0.2}
+    assert lines(places)[-1]["learning_rate"] == 3e-4
 
 
 def test_all_methods_learn_from_what_the_model_was_fine_tuned_on(child, places):
@@ -220,7 +224,7 @@ def test_without_the_folders_models_are_fine_tuned_again_and_rates_kept(child, p
     before = len(child.started)
     run(places | {"runs": places["runs"].parent / "others"}, methods=["elu"], tasks=["rte"], seeds=[1])
     assert names(child)[before:] == ["softmax-rte-seed1", "elu-rte-seed1"]
-    assert "0.0001" in child.started[-1]
+    assert "0.0003" in child.started[-1]
 
 
 def test_runs_from_another_model_or_with_other_steps_are_not_mixed(child, places):

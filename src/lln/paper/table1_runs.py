@@ -2,9 +2,9 @@
 
 Stage one, for each task: `lln train glue` fine-tunes the model with its softmax attention. Stage two, for each method:
 `lln linearize` turns the fine-tuned model linear on the examples that it was fine-tuned on, without their labels, with
-the same number of steps and tokens. Of two rates each method has the one that keeps more of the predictions on held-out
-training examples of one task. Every finished model is a line of RESULTS/table1.jsonl. Important runs come first, so
-that a reproduction that is stopped has a table already.
+the same number of steps and tokens. Of two schedules each method has the one that keeps more of the predictions on
+held-out training examples of one task. Every finished model is a line of RESULTS/table1.jsonl. Important runs come
+first, so that a reproduction that is stopped has a table already.
 """
 
 import shutil
@@ -16,18 +16,18 @@ from typing import Any
 from lln.paper.jobs import Request
 from lln.paper.table1 import Line, read_lines
 from lln.paper.table1_methods import (
+    ALL_STEPS,
     LINEARIZE,
     METHODS,
     OF_THE_PAPER,
-    RATES,
     REMAKE,
+    SCHEDULES,
     SEVEN,
-    STEPS,
     TRIAL_EXAMPLES,
-    TRIAL_STEPS,
     TRIAL_TASK,
     Cell,
     Clock,
+    Schedule,
     cells,
     fine_tuning_cost,
     learned_tokens,
@@ -103,14 +103,14 @@ def check_data(waiting: Sequence[Cell], data: Path) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A method with one rate, judged on held-out training examples of one task."""
+    """A method with one schedule, judged on held-out training examples of one task."""
 
     method: str
-    rate: float
+    schedule: str
 
     @property
     def name(self) -> str:
-        return f"try-{self.method}-{self.rate:g}"
+        return f"try-{self.method}-{self.schedule}"
 
     @property
     def cell(self) -> Cell:
@@ -143,16 +143,16 @@ class Place:
                 "another folder, --results"
             )
         for line in self.lines():
-            if "linearize" in line and line["linearize"] != learned_tokens(line["method"]):
+            if "linearize" in line and line["linearize"] != learned_tokens(line["method"], line["schedule"]):
                 raise ValueError(
                     f"{self.result} holds a run of {line['method']} that was made linear in other steps "
                     f"({line['linearize']}); remove its lines, or choose another folder, --results"
                 )
 
     def trials(self, waiting: Iterable[Cell]) -> list[Trial]:
-        """The rates that are still to be tried for these cells."""
+        """The schedules that are still to be tried for these cells."""
         methods = dict.fromkeys(cell.method for cell in waiting if cell.method != "softmax")
-        found = [Trial(method, rate) for method in methods if self._chosen(method) is None for rate in RATES]
+        found = [Trial(method, name) for method in methods if self._chosen(method) is None for name in SCHEDULES]
         return [trial for trial in found if not self._is_finished(self.runs / trial.name)]
 
     def plan(self, waiting: Sequence[Cell]) -> tuple[list[Planned], dict[str, float]]:
@@ -169,7 +169,7 @@ class Place:
                     costs[fine_tuned.name] = fine_tuning_cost(fine_tuned)
             for trial in of_method:
                 jobs.setdefault(trial.name, self.trying(trial))
-                costs[trial.name] = linearizing_cost(trial.cell, TRIAL_STEPS)
+                costs[trial.name] = linearizing_cost(trial.cell, ALL_STEPS // 2)
             if cell.method != "softmax":
                 jobs[cell.name] = self.linearizing(cell)
                 costs[cell.name] = linearizing_cost(cell)
@@ -192,12 +192,12 @@ class Place:
         return self._planned(cell.name, ["train", "glue", *flags], folder / SUMMARY, record)
 
     def trying(self, trial: Trial) -> Planned:
-        """A rate of a method: how far predictions for held-out training examples are from those of softmax."""
+        """A schedule of a method: how far predictions for held-out training examples are from those of softmax."""
         count = str(TRIAL_EXAMPLES)
         return self._planned(
             trial.name,
             [
-                *self._linearize(trial.cell, trial.rate, TRIAL_STEPS),
+                *self._linearize(trial.cell, SCHEDULES[trial.schedule].trial),
                 *("--hold-out", "--eval-passages", count, "--eval-examples", count),
             ],
             self.runs / trial.name / "work" / SUMMARY,
@@ -206,13 +206,13 @@ class Place:
         )
 
     def linearizing(self, cell: Cell) -> Planned:
-        """Stage two of a method on a task, with the better rate."""
+        """Stage two of a method on a task, with the better schedule."""
         folder = self.runs / cell.name
 
         def command() -> list[str]:
             chosen = self._chosen(cell.method)
             assert chosen is not None
-            return [*self._linearize(cell, chosen[0], STEPS), *cell.measured, "--eval-passages", "40"]
+            return [*self._linearize(cell, SCHEDULES[chosen[0]]), *cell.measured, "--eval-passages", "40"]
 
         def record() -> str:
             text = self.record(cell)
@@ -237,10 +237,11 @@ class Place:
         kept = list(report["kept"].values())[-1][-1]
         settings = {
             "options": given["options"],
+            "schedule": chosen[0],
             "learning_rate": given["distil_rate"],
             "train_examples": report["data"]["training_examples"],
             "eval_examples": labelled["examples"],
-            "linearize": learned_tokens(cell.method),
+            "linearize": learned_tokens(cell.method, chosen[0]),
         }
         found = {
             "metrics": {name: labelled[f"linear_{name}"] for name in names},
@@ -251,17 +252,17 @@ class Place:
         }
         return self._write(cell, settings, found, report, rows=report["ablation"])
 
-    def _chosen(self, method: str) -> tuple[float, dict[str, float]] | None:
-        """The better rate of a method, and what each got; from its trials, or from what was recorded of them."""
-        trials = [Trial(method, rate) for rate in RATES]
+    def _chosen(self, method: str) -> tuple[str, dict[str, float]] | None:
+        """The better schedule of a method, and what each got; from its trials, or from what was recorded of them."""
+        trials = [Trial(method, name) for name in SCHEDULES]
         if all(self._is_finished(self.runs / trial.name) for trial in trials):
-            found = {f"{trial.rate:g}": self._divergence(trial) for trial in trials}
+            found = {trial.schedule: self._divergence(trial) for trial in trials}
         else:
             recorded = [x["trials"] for x in self.lines() if x["method"] == method and "linearize" in x]
             if not recorded:
                 return None
             found = recorded[-1]
-        return float(min(found, key=found.__getitem__)), found
+        return min(found, key=found.__getitem__), found
 
     def _divergence(self, trial: Trial) -> float:
         kept = read_json(self.runs / trial.name / "report.json", REMAKE)["kept"]
@@ -270,13 +271,10 @@ class Place:
     def _is_finished(self, folder: Path) -> bool:
         return (folder / SUMMARY).exists() or (folder / "work" / SUMMARY).exists()
 
-    def _linearize(self, cell: Cell, rate: float, steps: Mapping[str, int]) -> list[str]:
-        """Mechanisms learn ten times as fast as weights."""
-        return [
-            *("linearize", str(self.runs / cell.softmax.name / "model"), *METHODS[cell.method].flags(steps)),
-            *("--task", cell.task, "--seed", str(cell.seed), *cell.learned, *LINEARIZE),
-            *("--distil-rate", repr(rate), "--distil-feature-rate", f"{10 * rate:g}"),
-        ]
+    def _linearize(self, cell: Cell, schedule: Schedule) -> list[str]:
+        start, method = self.runs / cell.softmax.name / "model", METHODS[cell.method]
+        flags = ["--task", cell.task, "--seed", str(cell.seed), *cell.learned, *LINEARIZE, *schedule.flags]
+        return ["linearize", str(start), *method.flags(schedule.steps), *flags]
 
     def _planned(
         self,
