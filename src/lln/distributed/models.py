@@ -193,7 +193,7 @@ class _Parts:
         given = dict(self.forward.bind_partial(*args).arguments) | kwargs
         whole = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         name = f"{type(model).__name__}.forward"
-        if not isinstance(whole, Tensor):  # perhaps on this process alone, so all are told
+        if not isinstance(whole, Tensor):  # perhaps on this process alone, so all are informed
             device = next(model.parameters()).device
             self.ranks.check(name, {"error": "ValueError: it needs input_ids or inputs_embeds"}, (), device)
             raise AssertionError

@@ -301,7 +301,7 @@ def linearized_result(report: Mapping[str, Any], run: str) -> Result:
     rows += [{"stage": "ablation"} | row for row in report["ablation"]]
     rows += [{"stage": name} | report[name] for name in ("pairs", "labelled") if name in report]
     origin = {name: x for name, x in report.items() if name not in about}
-    # Where folders are on a machine tells others nothing.
+    # Paths of this machine mean nothing elsewhere.
     words = (Path(word).name if Path(word).is_absolute() else word for word in report["command"].split())
     origin["command"] = " ".join(words)
     return Result(run, origin, report["settings"], {"data": report["data"]}, {"rows": rows})
