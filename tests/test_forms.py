@@ -137,11 +137,8 @@ def test_the_decomposed_form_is_the_unbiased_one_of_centred_tokens_with_column_w
 
 
 @pytest.mark.parametrize("N", [5, 64, 500])
-def test_equal_queries_of_the_decomposed_form(tokens, backend, N, request):
+def test_equal_queries_of_the_decomposed_form(tokens, backend, N):
     """Their mean is each of them: what rounding would leave of the differences is not scaled to one."""
-    if backend == "triton":
-        reason = "the Triton kernels take the centre off the mean of the tokens, which has been rounded"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
     q, k, v = tokens(B=1, H=2, N=N, D=16, dtype=torch.float32)
     compare((q[:, :, :1].repeat(1, 1, N, 1), k, v), {"form": "decomposed"})
 

@@ -29,7 +29,8 @@ def check_ops(q, k, v, *, is_causal, **options):
     torch.library.opcheck(ops.near_op, (q, k, v, keep, *near), **options)
     output, logs = ops.near_op(q, k, v, keep, *near)
     backward = [x.detach() for x in (output, q, k, v, keep, logs)]
-    torch.library.opcheck(ops.near_backward_op, (*backward, *near), **options)
+    for d_logs in (None, torch.ones_like(logs)):
+        torch.library.opcheck(ops.near_backward_op, (*backward, d_logs, *near), **options)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

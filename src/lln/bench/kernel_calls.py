@@ -81,8 +81,10 @@ def record_far(x: Tokens, case: Case, *, is_causal: bool) -> tuple[list[Any], li
     return forward_calls, backward_calls
 
 
-def record_near(x: Tokens, *, padded: bool, is_window: bool, is_causal: bool) -> tuple[list[Any], list[Any]]:
-    """The calls of softmax attention among neighbours, forward and backward."""
+def record_near(
+    x: Tokens, *, padded: bool, is_window: bool, is_causal: bool, with_lse: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """The calls of softmax attention among neighbours, forward and backward; `with_lse`: with gradients of both."""
     from lln.backends.triton import tuning
     from lln.backends.triton.near import near_backward, near_forward
 
@@ -91,7 +93,8 @@ def record_near(x: Tokens, *, padded: bool, is_window: bool, is_causal: bool) ->
     with tuning.recording() as forward_calls:
         output, logs = near_forward(*x, keep, BLOCK, **options)
     with tuning.recording() as backward_calls:
-        near_backward(torch.empty_like(output), *x, keep, logs, BLOCK, **options)
+        d_logs = torch.empty_like(logs) if with_lse else None
+        near_backward(torch.empty_like(output), *x, keep, logs, d_logs, BLOCK, **options)
     return forward_calls, backward_calls
 
 
@@ -151,7 +154,8 @@ def all_calls(dtype: str, head_dim: int, value_dim: int, cases: tuple[Case, ...]
                 for calls in record_far(x, case, is_causal=is_causal):
                     yield from calls
         if max(head_dim, value_dim) <= WIDEST_NEAR:  # windows and causal blocks differ in numbers alone
-            for calls in record_near(x, padded=case.padded, is_window=False, is_causal=False):
+            of_near: dict[str, Any] = {"padded": case.padded, "with_lse": case.given}
+            for calls in record_near(x, is_window=False, is_causal=False, **of_near):
                 yield from calls
         one = Tokens.make(*sizes, 1, **options)
         for near in (None, "blocks", "window"):

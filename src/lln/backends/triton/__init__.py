@@ -29,6 +29,7 @@ class TritonBackend(Backend):
     """float32, float16 and bfloat16 on NVIDIA GPUs, for widths up to 256 (float32: 128)."""
 
     name = "triton"
+    has_lse = True
 
     def why_not(self, problem: Problem) -> str | None:
         reason = unsupported_reason(problem.query, problem.value)
@@ -66,11 +67,14 @@ class TritonBackend(Backend):
         return output
 
     def near(self, problem: Problem) -> Tensor:
+        return self.near_with_lse(problem)[0]
+
+    def near_with_lse(self, problem: Problem) -> tuple[Tensor, Tensor]:
         from lln.backends.triton.ops import near_op
 
         tokens = (problem.query, problem.key, problem.value, problem.keys.keep)
-        output: Tensor = near_op(*tokens, problem.block_size, problem.near == "window", problem.is_causal)[0]
-        return output
+        found: tuple[Tensor, Tensor] = near_op(*tokens, problem.block_size, problem.near == "window", problem.is_causal)
+        return found
 
     def why_not_advance(self, recurrence: Recurrence) -> str | None:
         query, key, value, memory = recurrence.query, recurrence.key, recurrence.value, recurrence.memory

@@ -113,6 +113,8 @@ def _config_of(kernel: str, block_d: int, block_v: int, *, is_float32: bool) -> 
         return Config(16, 8, 1)  # what is loaded ahead would spill
     if kernel in NEAR or kernel in ("finish_keys_kernel", "queries_backward_kernel"):
         tile = max(16, tile // 2)
+    if kernel == "moments_kernel" and is_float32:
+        tile = min(tile, 32)  # 64 tokens of 32 features and their centre would spill
     if kernel in NEAR and kernel != "near_kernel" and is_float32:
         tile = 16  # 32 tokens of 32 features would spill
     # With four warps the summary of 64 features with all options would spill on an A100.

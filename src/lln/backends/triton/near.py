@@ -47,7 +47,7 @@ def _arguments(
 def near_forward(
     query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, block_size: int, *, is_window: bool, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the logsumexp of the scores of each token, (B, H, N)."""
+    """The output, and the logsumexp of the scores of each token, (B, H, N), 0 for those that are not kept."""
     query, key, value = (contiguous_features(x) for x in (query, key, value))
     run = Launcher(query, value)
     output, logs = empty_rows(query, value.shape[3]), new_floats(query, *query.shape[:3])
@@ -71,12 +71,13 @@ def near_backward(
     value: Tensor,
     keep: Tensor | None,
     logs: Tensor,
+    d_logs: Tensor | None,
     block_size: int,
     *,
     is_window: bool,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
+    """The gradients of query, key and value, from those of the output and, if it has one, of the logsumexp."""
     query, key, value, gradient = (contiguous_features(x) for x in (query, key, value, gradient))
     run = Launcher(query, value)
     d_query, d_key, d_value = (empty_rows(x, x.shape[3]) for x in (query, key, value))
@@ -91,6 +92,7 @@ def near_backward(
         "near_queries_backward_kernel",
         query.shape[0] * query.shape[1] * tiles,
         **arguments,
+        d_logs=scale_of(d_logs),
         dots=dots,
         d_query=rows_of(d_query),
         heads=query.shape[1],

@@ -168,11 +168,12 @@ def near_backward_op(
     value: Tensor,
     keep: Tensor | None,
     logs: Tensor,
+    d_logs: Tensor | None,
     block_size: int,
     is_window: bool,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = (gradient, query, key, value, keep, logs)
+    tensors = (gradient, query, key, value, keep, logs, d_logs)
     return near.near_backward(*tensors, block_size, is_window=is_window, is_causal=is_causal)
 
 
@@ -184,20 +185,25 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> t
 def _keep_near(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, keep, *options = inputs
     ctx.save_for_backward(query, key, value, keep, output[1])
+    ctx.set_materialize_grads(False)  # the logsumexp is seldom used
     ctx.options = options  # type: ignore[attr-defined]
 
 
-def _near_backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _near_backward(ctx: Any, gradient: Tensor | None, d_logs: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, logs = ctx.saved_tensors  # once: activation checkpointing forgets them then
     block_size, is_window, is_causal = ctx.options
     needed = [*ctx.needs_input_grad[:3]]
-    if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_transformed(gradient)):
+    if gradient is None:
+        gradient = empty_rows(tensors[0], tensors[2].shape[3]).zero_()
+    if not torch.compiler.is_compiling() and (
+        torch.is_grad_enabled() or any(x is not None and is_transformed(x) for x in (gradient, d_logs))
+    ):
         inputs = (*tensors[:3], tensors[3], tensors[3], *[None] * 5)
         options: dict[str, Any] = {"near": "window" if is_window else "blocks", "block_size": block_size}
         wanted = [*needed, *[False] * 7]
-        found = plain_gradients(gradient, inputs, wanted, far=False, is_causal=is_causal, **options)[:3]
+        found = plain_gradients(gradient, inputs, wanted, d_logs=d_logs, far=False, is_causal=is_causal, **options)[:3]
     else:
-        found = near_backward_op(gradient, *tensors, logs, block_size, is_window, is_causal)
+        found = near_backward_op(gradient, *tensors, logs, d_logs, block_size, is_window, is_causal)
     return (*(x if is_needed else None for x, is_needed in zip(found, needed, strict=True)), None, None, None, None)
 
 
@@ -209,6 +215,7 @@ def plain_gradients(
     tensors: tuple[Tensor | None, ...],
     needed: list[bool],
     *,
+    d_logs: Tensor | None = None,
     far: bool,
     is_causal: bool,
     near: Near | None = None,
@@ -240,7 +247,9 @@ def plain_gradients(
             centers,
             weight,
         )
-        output = TorchBackend().attention(problem)
+        plain = TorchBackend()
+        outputs: Any = plain.attention(problem) if d_logs is None else plain.near_with_lse(problem)
+        gradients: Any = gradient if d_logs is None else (gradient, d_logs)
         wanted = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
-        found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=create_graph))
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=create_graph))
     return tuple(next(found) if is_needed else None for is_needed in needed)

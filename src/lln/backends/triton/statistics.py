@@ -98,6 +98,8 @@ def match(inputs: FarInputs, matching: Matching, form: Form, *, is_causal: bool)
         key=rows_of(key),
         keep_query=keep_of(inputs.keep_query),
         keep_key=keep_of(inputs.keep_key),
+        center_query=center_of(inputs.center_query),
+        center_key=center_of(inputs.center_key),
         **both,
         batches=batch,
         heads=heads,
@@ -112,8 +114,6 @@ def match(inputs: FarInputs, matching: Matching, form: Form, *, is_causal: bool)
     run(
         "match_kernel",
         batch * heads,
-        center_query=center_of(inputs.center_query),
-        center_key=center_of(inputs.center_key),
         BLOCK_D=block,
         BLOCK_C=min(block, 16 if block > 64 else 32),
         **(both | scales | curve),

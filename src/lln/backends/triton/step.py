@@ -27,6 +27,7 @@ def step(recurrence: Recurrence) -> Advance:
     shape = (batch, heads, 1, value_width)
     output = value.new_empty(shape, dtype=torch.float32 if recurrence.apart else value.dtype)
     near = value.new_empty(shape, dtype=torch.float32) if recurrence.apart and recent_key is not None else None
+    lse = None if near is None else near.new_empty(shape[:3])
     alpha, beta, weight = recurrence.alpha, recurrence.beta, recurrence.key_weight
     arguments: dict[str, Any] = {
         "query": rows_of(query),
@@ -47,6 +48,7 @@ def step(recurrence: Recurrence) -> Advance:
         "recent_value": recent_value,
         "output": output,
         "near_output": near,
+        "near_lse": lse,
         "heads": heads,
         "groups": heads // key.shape[1],
         "recent": 0 if recent_key is None else recent_key.shape[2],
@@ -66,4 +68,4 @@ def step(recurrence: Recurrence) -> Advance:
     if not memory.mass.is_inference():  # autograd must not use what it saved of them
         increment_version([x for x in memory if x is not None])
     memory.num_tokens.add_(1 if keep is None else keep[:, 0])  # here, because all heads read it
-    return Advance(output, near, memory)
+    return Advance(output, near, memory, lse)

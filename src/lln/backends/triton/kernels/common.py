@@ -114,11 +114,11 @@ def load_scale(x, batch, head, rows, is_row):
 
 
 @triton.jit
-def load_center(x, batch, head, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One number of each feature; 0 if there is no centre."""
+def load_center(x, batch, head, WIDTH: tl.constexpr, BLOCK: tl.constexpr, first=0):
+    """One number of each of the features `first` to `first + BLOCK`; 0 if there is no centre."""
     center = 0.0
     if x is not None:
-        columns = tl.arange(0, BLOCK)
+        columns = first + tl.arange(0, BLOCK)
         center = tl.load(x.pointer + batch * x.batch + head * x.head + columns, mask=columns < WIDTH, other=0.0)
     return center
 

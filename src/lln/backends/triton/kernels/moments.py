@@ -50,6 +50,7 @@ def is_stored(features, columns):
 def measure(
     x,
     keep,
+    center,
     into,
     heads,
     tokens,
@@ -61,10 +62,11 @@ def measure(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`Moments` of a split of a head.
+    """`Moments` of a split of a head, of tokens less a centre if there is one.
 
-    Tiles of tokens are centred around their own mean, and what the means of two differ by is added where they are put
-    together (Chan, Golub and LeVeque), so nothing cancels. A program has BLOCK_C columns of the squares.
+    The centre is taken off the tokens, not off their mean, which is rounded: nothing is left of equal tokens. Tiles of
+    tokens are centred around their own mean, and what the means of two differ by is added where they are put together
+    (Chan, Golub and LeVeque), so nothing cancels. A program has BLOCK_C columns of the squares.
     """
     place, _pair, split, batch, head = place_of(splits, heads)
     column = tl.program_id(1)
@@ -72,6 +74,8 @@ def measure(
     end = tl.minimum(start + split_tokens, tokens)
     features = tl.arange(0, BLOCK_D)
     columns = column * BLOCK_C + tl.arange(0, BLOCK_C)
+    middle = load_center(center, batch, head, D, BLOCK_D)
+    middle_c = load_center(center, batch, head, D, BLOCK_C, column * BLOCK_C)
     mean = tl.zeros((BLOCK_D,), tl.float32)
     mean_c = tl.zeros((BLOCK_C,), tl.float32)
     total = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
@@ -82,6 +86,8 @@ def measure(
         _, kept = kept_rows(keep, batch, rows, end)
         tile = load_rows(x, batch, head, rows, kept, D, BLOCK_D, 0)
         odd = tl.maximum(odd, tl.max(tl.max(tl.where(tl.abs(tile) <= LARGEST, 0.0, 1.0), axis=1), axis=0))
+        if center is not None:
+            tile = tl.where(kept[:, None], tile - middle[None, :], 0.0)
         tile = bounded(tile)
         new = tl.sum(kept.to(tl.float32), axis=0)
         new_mean = tl.sum(tile, axis=0) / tl.maximum(new, 1.0)
@@ -92,7 +98,10 @@ def measure(
             step_c = step
             centred_c = centred
         else:
-            tile_c = bounded(load_rows(x, batch, head, rows, kept, D, BLOCK_C, column * BLOCK_C))
+            tile_c = load_rows(x, batch, head, rows, kept, D, BLOCK_C, column * BLOCK_C)
+            if center is not None:
+                tile_c = tl.where(kept[:, None], tile_c - middle_c[None, :], 0.0)
+            tile_c = bounded(tile_c)
             new_mean_c = tl.sum(tile_c, axis=0) / tl.maximum(new, 1.0)
             centred_c = tl.where(kept[:, None] & (columns < D)[None, :], tile_c - new_mean_c[None, :], 0.0)
             step_c = new_mean_c - mean_c
@@ -114,6 +123,8 @@ def moments_kernel(
     key,
     keep_query,
     keep_key,
+    center_query,
+    center_key,
     queries,
     keys,
     batches,
@@ -138,6 +149,7 @@ def moments_kernel(
             measure(
                 query,
                 keep_query,
+                center_query,
                 queries,
                 heads,
                 tokens,
@@ -153,6 +165,7 @@ def moments_kernel(
         measure(
             key,
             keep_key,
+            center_key,
             keys,
             key_heads,
             key_tokens,
@@ -275,8 +288,6 @@ def spread_of_entries(mean, variance, D: tl.constexpr, BLOCK_D: tl.constexpr):
 def match_kernel(
     queries,
     keys,
-    center_query,
-    center_key,
     curve,
     alpha,
     beta,
@@ -298,8 +309,6 @@ def match_kernel(
     query_base, key_base = pair * query_splits, (batch * key_heads + row_head) * key_splits
     mean_q, variance_q, _ = merged_vectors(queries, query_base, query_splits, BLOCK_D)
     mean_k, variance_k, num_keys = merged_vectors(keys, key_base, key_splits, BLOCK_D)
-    mean_q = mean_q - load_center(center_query, batch, head, D, BLOCK_D)
-    mean_k = mean_k - load_center(center_key, batch, row_head, D, BLOCK_D)
     entries_q, square_q = spread_of_entries(mean_q, variance_q, D, BLOCK_D)
     entries_k, square_k = spread_of_entries(mean_k, variance_k, D, BLOCK_D)
     # In units of the root mean square, so that all stays finite.

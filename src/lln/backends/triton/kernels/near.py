@@ -156,7 +156,7 @@ def near_kernel(
     safe = tl.where(there, weight, 1.0)
     result = tl.where(there[:, None], total / safe[:, None] + nan_where(odd > 0.0)[:, None], 0.0)
     store_rows(output, batch, head, rows, i < tokens, result, V, BLOCK_V, 0)
-    tl.store(logs + pair * tokens + rows, top + tl.log(safe), mask=i < tokens)
+    tl.store(logs + pair * tokens + rows, tl.where(there, top + tl.log(safe), 0.0), mask=i < tokens)
 
 
 @triton.jit
@@ -177,6 +177,7 @@ def near_queries_backward_kernel(
     x,
     gradient,
     logs,
+    d_logs,
     dots,
     d_query,
     heads,
@@ -195,8 +196,9 @@ def near_queries_backward_kernel(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """d_query, and g . out of each token, or ABSENT where g is 0: such a query counts for nothing to the keys, because
-    0 times what is not finite of it would be NaN."""
+    """d_query, and g . out of each token less the gradient of its logsumexp, which may be None; or ABSENT where both
+    gradients are 0: such a query counts for nothing to the keys, because 0 times what is not finite of it would be NaN.
+    """
     _place, pair, tile, batch, head = place_of(tiles, heads)
     row_head = head // groups
     i, there, rows, low, high, start, end = ranks_of_tile(x, batch, tile, tokens, left, right, size, BLOCK_N)
@@ -213,6 +215,10 @@ def near_queries_backward_kernel(
         shares = shares_of_keys(q, k, own_logs, allowed, PRECISION)
         own_dots += tl.sum(score_gradients(shares, g, v, own_logs * 0.0, allowed, PRECISION), axis=1)
     counts = tl.max(tl.where(g == 0.0, 0.0, 1.0), axis=1) > 0.0
+    if d_logs is not None:
+        of_logs = load_scale(d_logs, batch, head, rows, there)
+        own_dots -= of_logs
+        counts = counts | (of_logs != 0.0)
     tl.store(dots + pair * tokens + rows, tl.where(counts, own_dots, ABSENT), mask=there)
     for key_first in range(start, end, BLOCK_M):
         k, v, allowed = load_keys(

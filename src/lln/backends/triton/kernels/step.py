@@ -81,6 +81,7 @@ def step_kernel(
     recent_value,
     output,
     near_output,
+    near_lse,
     heads,
     groups,
     recent,
@@ -101,8 +102,8 @@ def step_kernel(
 ):
     """The memory with one more token in it, and the token's output.
 
-    `keep`, the scales, `weight`, the ring of recent tokens and `near_output` may be None; without `near_output` the
-    output is the mean of both branches.
+    `keep`, the scales, `weight`, the ring of recent tokens, `near_output` and `near_lse` may be None; without
+    `near_output` the output is the mean of both branches.
     """
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
@@ -180,6 +181,8 @@ def step_kernel(
             near_weight = near_weight * tl.exp(near_top - high_score)
             near_weight += tl.sum(tl.where(seen, tl.exp(own - high_score), 0.0), axis=0)
             near_top = high_score
+        if near_lse is not None:
+            tl.store(near_lse + pair, tl.where(kept, near_top + tl.log(near_weight), 0.0))
     for value_first in range(0, VALUE_BLOCKS * BLOCK_V, BLOCK_V):
         columns = value_first + tl.arange(0, BLOCK_V)
         is_value = columns < V
