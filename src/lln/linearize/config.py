@@ -56,9 +56,7 @@ class LinearizeConfig(Settings):
     distil_rate: float = setting(1e-4, "Learning rate of the whole model.")
     distil_feature_rate: float = setting(3e-3, "Learning rate of the mechanisms while the whole model is trained.")
     precision: str = setting(
-        "fp32",
-        "Number format in which a model is trained, and measured on the labels of a --task: fp32, or bf16 by "
-        "autocast; other measurements are in fp32.",
+        "fp32", "Number format while a model is trained: fp32, or bf16 by autocast; measurements are in fp32."
     )
     rows: int = setting(64, "Queries of a sequence whose weights are compared: memory stays linear in the length.")
     lora_rank: int = setting(0, "Rank of LoRA matrices that are trained instead of all weights (needs peft); 0: all.")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lln.instruments import entropy, spectral_gap
 from lln.instruments.bias import bias
 from lln.instruments.inspect import most_tokens
-from lln.linearize.data import Batch, ExampleSource, Source, autocast, first_of
+from lln.linearize.data import Batch, ExampleSource, Source, first_of
 from lln.linearize.losses import attend, logits_loss
 from lln.linearize.teacher import Observation, converted_modules, is_classifier, make_teacher, observing
 from lln.mechanism import JoinedBranches, Mechanism
@@ -127,17 +127,17 @@ class Kept:
 
 
 @torch.no_grad()
-def label_scores(
-    model: PreTrainedModel, source: ExampleSource, what: str, *, precision: str = "fp32", quiet: bool = False
-) -> dict[str, float]:
-    """The metrics of a classifier on the labels of all held-out examples, in the number format that it trained in."""
+def label_scores(model: PreTrainedModel, source: ExampleSource, what: str, *, quiet: bool = False) -> dict[str, float]:
+    """The metrics of a classifier on the labels of all held-out examples.
+
+    In float32 however it was trained: two attentions that are equal but for rounding predict other classes for some
+    examples in bfloat16.
+    """
     logits, labels = [], []
     with Progress(what, source.held_out_examples, quiet=quiet) as bar:
         for batch in source.labelled():
             labels.append(batch.pop("labels"))
-            with autocast(precision, batch):
-                found = model(**batch)
-            logits.append(found.logits.float())
+            logits.append(model(**batch).logits.float())
             bar.advance(len(labels[-1]))
     predicted, wanted = torch.cat(logits), torch.cat(labels)
     if predicted.shape[1] == 1:

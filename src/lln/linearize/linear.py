@@ -149,9 +149,7 @@ def linearize(
             report["labelled"] = {"examples": source.held_out_examples} | {
                 f"{name}_{metric}": value
                 for name, x in (("softmax", work.teacher), ("linear", student))
-                for metric, value in label_scores(
-                    x, source, f"labelled examples, {name}", precision=config.precision, quiet=quiet
-                ).items()
+                for metric, value in label_scores(x, source, f"labelled examples, {name}", quiet=quiet).items()
             }
         report["folded"] = fold_projections(student)
         report |= {"origin": dict(origin or {}), "data": source.fingerprint(), "settings": config.settings()}
