@@ -80,7 +80,7 @@ def test_glue_counts_once_all_tasks_are_there(tmp_path):
     write([*runs("softmax", 1.0), *runs("lln_diag_ours", 0.95), *runs("lln_diag", 0.5)])
     made = headline.make(tmp_path)
     assert made.rows[0][1:4] == ["100%", "-", "95.0%"]
-    assert made.notes[-1] == "GLUE: 1 of 2 cores of P for each run, commit abc, seeds 0."
+    assert made.notes[-1].startswith("GLUE: 1 of 2 cores of P for each run, commit abc, seeds 0. LLN+Diag has blocks")
     assert [round(row["value"], 6) for row in headline.picture_rows(tmp_path)] == [0.95]
 
 

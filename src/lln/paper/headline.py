@@ -188,7 +188,10 @@ def _notes(results: Path) -> list[str]:
             "ones timed above: the decomposed form with learned projections, LLN+Diag with a window and a gate."
         )
     if glue_shares(results):
-        notes.append(f"GLUE: {table1.origin(results)}.")
+        notes.append(
+            f"GLUE: {table1.origin(results)}. LLN+Diag has blocks of 64 there, and is softmax attention in the examples "
+            "that fit into one, which most do."
+        )
     return notes
 
 
