@@ -189,8 +189,8 @@ def _notes(results: Path) -> list[str]:
         )
     if glue_shares(results):
         notes.append(
-            f"GLUE: {table1.origin(results)}. LLN+Diag has blocks of 64 there, and is softmax attention in the examples "
-            "that fit into one, which most do."
+            f"GLUE: {table1.origin(results)}. LLN+Diag has blocks of 64 there, and is softmax attention in the "
+            "examples that fit into one, which most do."
         )
     return notes
 
