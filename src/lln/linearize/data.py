@@ -4,7 +4,6 @@ A batch depends on the seed, the stage and the step alone, so a continued run se
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -189,13 +188,6 @@ class ExampleSource:
         batch = pad_examples(examples, self._padding)
         del batch["labels"]
         return batch
-
-
-def autocast(precision: str, batch: Batch) -> AbstractContextManager[Any]:
-    """Where a model computes on a batch in a number format, fp32 or bf16, as it is trained."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(next(iter(batch.values())).device.type, dtype=torch.bfloat16)
 
 
 def first_of(batch: Batch) -> Batch:

@@ -40,7 +40,7 @@ def fit_shares(mechanism: Mechanism, seen: Observation) -> None:
         return
     depends_on_query = mechanism.combine != "ratio"
     if depends_on_query:
-        # The part of a score that does not depend on the key: that with the mean key.
+        # The score with the mean key stands for those with the keys that are far.
         mean = token_mean(seen.key, seen.keep).mean(dim=0) * seen.key.shape[3] ** -0.5
         mechanism.gate.copy_(mean.repeat_interleave(mechanism.num_heads // len(mean), dim=0))
     options: Any = {"key_padding_mask": seen.keep, "is_causal": seen.is_causal}

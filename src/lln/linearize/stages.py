@@ -18,6 +18,7 @@ A step is a function of its number: data and chance depend on the seed, the stag
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, set_seed
 
 from lln.linearize.config import LinearizeConfig
-from lln.linearize.data import STAGES, Batch, Source, autocast
+from lln.linearize.data import STAGES, Batch, Source
 from lln.linearize.losses import hidden_loss, logits_loss, output_loss, weights_loss
 from lln.linearize.outputs import fit_outputs, fit_shares, output_layers, restore_outputs
 from lln.linearize.teacher import Observation, converted_modules, is_classifier, observing
@@ -315,6 +316,13 @@ def _train_stage(
         work.student.train(False)
         for parameter, before in trainable.items():
             parameter.requires_grad_(before)
+
+
+def autocast(precision: str, batch: Batch) -> AbstractContextManager[Any]:
+    """Where a model computes on a batch in a number format, fp32 or bf16, as it is trained."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(next(iter(batch.values())).device.type, dtype=torch.bfloat16)
 
 
 def schedule(step: int, steps: int) -> float:
